@@ -1,0 +1,214 @@
+"""Installing and restoring one target: every name by which it is reached, and the identical object afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.conftest import Toy, add_one, make_patch, make_target
+from verl_fixes import patch as patching
+from verl_fixes.catalog import check
+from verl_fixes.errors import CatalogError, InstallError, RestoreError
+from verl_fixes.patch import Target
+
+
+@pytest.fixture
+def put() -> Iterator[Callable[[Toy, str, str], Target]]:
+    def install(toy: Toy, module: str, qualname: str) -> Target:
+        loaded = toy.load(module)
+        target = make_target(loaded.__name__, qualname)
+        patching.install("p", target, add_one, loaded)
+        return target
+
+    yield install
+    patching.restore("p")
+
+
+CLASSES = '''
+class Base:
+    """A base."""
+    def step(self, x, *, scale=1):
+        "Base step."
+        return x * scale
+    @classmethod
+    def make(cls, x):
+        return x
+    @staticmethod
+    def pure(x):
+        return x
+    async def later(self, x):
+        return x
+    step.attrs_3141562937 = {"dispatch_mode": 1}
+class Child(Base):
+    pass
+class Override(Base):
+    def step(self, x, *, scale=1):
+        return 10 * x
+class GrandChild(Child):
+    def step(self, x, *, scale=1):
+        return super().step(x) + 100
+'''
+
+
+def test_a_method_its_heirs_and_its_overrides_are_wrapped(toy: Toy, put: Callable[..., Target]) -> None:
+    toy.write("m", CLASSES)
+    put(toy, "m", "Base.step")
+    m = toy.load("m")
+    assert m.Base().step(5) == 6
+    assert m.Base().step(5, scale=3) == 16
+    assert m.Child().step(5) == 6
+    assert m.Override().step(5) == 51
+    assert m.GrandChild().step(5) == 107  # the override and, through super(), the base
+
+
+def test_an_inherited_method_is_added_to_the_child_only(toy: Toy, put: Callable[..., Target]) -> None:
+    toy.write("m", CLASSES)
+    target = put(toy, "m", "Child.step")
+    m = toy.load("m")
+    assert (m.Base().step(5), m.Child().step(5), m.GrandChild().step(5)) == (5, 6, 107)
+    patching.restore("p", target)
+    assert "step" not in vars(m.Child)
+
+
+@pytest.mark.parametrize("qualname", ["Base.step", "Base.make", "Base.pure", "Base.later", "Child.step", "Override.step"])
+def test_restore_puts_the_identical_object_back(toy: Toy, put: Callable[..., Target], qualname: str) -> None:
+    toy.write("m", CLASSES)
+    m = toy.load("m")
+    before = {cls: dict(vars(cls)) for cls in (m.Base, m.Child, m.Override, m.GrandChild)}
+    target = put(toy, "m", qualname)
+    assert any(dict(vars(cls)) != before[cls] for cls in before)
+    patching.restore("p", target)
+    for cls, attributes in before.items():
+        assert dict(vars(cls)).keys() == attributes.keys()
+        assert all(vars(cls)[name] is value for name, value in attributes.items())
+
+
+def test_class_static_and_async_methods_keep_their_kind(toy: Toy, put: Callable[..., Target]) -> None:
+    toy.write("m", CLASSES)
+    for name in ("make", "pure", "later"):
+        put(toy, "m", f"Base.{name}")
+    m = toy.load("m")
+    assert m.Base.make(1) == m.Child().make(1) == 2
+    assert m.Base.pure(1) == m.Base().pure(1) == 2
+    assert inspect.iscoroutinefunction(m.Base.later)
+
+    async def wrapper(original: Callable[..., Any], *args: Any) -> Any:
+        return await original(*args) + 1
+
+    patching.restore("p")
+    patching.install("p", make_target(m.__name__, "Base.later"), wrapper, m)
+    assert asyncio.run(m.Child().later(1)) == 2
+
+
+def test_the_wrapper_is_a_plain_function_that_looks_like_the_original(toy: Toy, put: Callable[..., Target]) -> None:
+    toy.write("m", CLASSES)
+    m = toy.load("m")
+    original = m.Base.step
+    put(toy, "m", "Base.step")
+    wrapped = vars(m.Base)["step"]
+    assert inspect.isfunction(wrapped)
+    assert wrapped is not original
+    assert wrapped.__wrapped__ is original
+    for name in ("__module__", "__qualname__", "__name__", "__doc__", "attrs_3141562937"):
+        assert getattr(wrapped, name) == getattr(original, name)
+    assert inspect.signature(wrapped) == inspect.signature(original)
+    assert pickle.loads(pickle.dumps(wrapped)) is wrapped
+    assert copy.deepcopy(wrapped) is wrapped
+
+
+def test_a_function_is_wrapped_under_every_name_by_which_it_was_imported(toy: Toy, put: Callable[..., Target]) -> None:
+    toy.write("m", "def f(x):\n    return x\ng = f\n")
+    toy.write("user", f"from {toy.name}.m import f as mine, f\nimport {toy.name}.m\nother = [].append\n")
+    user, m = toy.load("user"), toy.load("m")
+    original = m.f
+    target = put(toy, "m", "f")
+    assert [f(1) for f in (m.f, m.g, user.f, user.mine)] == [2] * 4
+    toy.write("late", f"from {toy.name}.m import f\n")
+    assert toy.load("late").f(1) == 2
+    patching.restore("p", target)
+    assert all(f is original for f in (m.f, m.g, user.f, user.mine))
+
+
+def test_restore_refuses_when_somebody_wrapped_on_top_and_changes_nothing(toy: Toy, put: Callable[..., Target]) -> None:
+    toy.write("m", CLASSES)
+    m = toy.load("m")
+    put(toy, "m", "Base.step")
+    ours = m.Base.step
+    m.Base.step = lambda self, x: ours(self, x) * 2
+    with pytest.raises(RestoreError, match=r"p: Base\.step was replaced by .* Take that wrapper off first"):
+        patching.restore("p")
+    assert m.Base().step(5) == 12
+    assert m.Override().step(5) == 51
+    m.Base.step = ours
+
+
+@pytest.mark.parametrize(
+    "source, qualname, words",
+    [
+        ("", "Base.step", "KeyError: 'Base'"),
+        ("class Base:\n    pass\n", "Base.step", "AttributeError"),
+        ("class Base:\n    step = len\n", "Base.step", "not a plain function"),
+        ("f = len\n", "f", "not a plain function"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_an_error_that_names_it(toy: Toy, source: str, qualname: str, words: str) -> None:
+    toy.write("m", source)
+    m = toy.load("m")
+    before = dict(vars(m))
+    with pytest.raises(InstallError) as error:
+        patching.install("p", make_target(m.__name__, qualname), add_one, m)
+    assert f"{m.__name__}:{qualname} cannot be wrapped" in str(error.value)
+    assert words in str(error.value)
+    assert vars(m) == before
+
+
+def test_half_a_target_is_rolled_back(toy: Toy) -> None:
+    toy.write("m", CLASSES + "class Odd(Base):\n    step = len\n")
+    m = toy.load("m")
+    before = vars(m.Base)["step"]
+    with pytest.raises(InstallError, match="not a plain function"):
+        patching.install("p", make_target(m.__name__, "Base.step"), add_one, m)
+    assert vars(m.Base)["step"] is before
+
+
+def test_a_class_that_refuses_to_be_changed_is_reported(toy: Toy) -> None:
+    toy.write(
+        "m",
+        """
+        class Stubborn(type):
+            def __setattr__(cls, name, value):
+                pass
+        class Base(metaclass=Stubborn):
+            def step(self, x):
+                return x
+        """,
+    )
+    m = toy.load("m")
+    with pytest.raises(InstallError, match="did not stay in place"):
+        patching.install("p", make_target(m.__name__, "Base.step"), add_one, m)
+
+
+def test_cover_notes_what_it_cannot_wrap() -> None:
+    class Engine:
+        step = len
+
+    target = make_target("m", "f")
+    patching.cover("covering", target, Engine, "step", add_one)
+    assert "Engine.step: it is a builtin_function_or_method, not a plain function" in patching.uncovered("covering", target)
+
+
+def test_two_patches_may_not_claim_one_target_or_one_name() -> None:
+    first = make_patch(make_target("m", "f"), name="first")
+    with pytest.raises(CatalogError, match="second and first both claim m:f"):
+        check([first, make_patch(make_target("m", "f"), name="second")])
+    with pytest.raises(CatalogError, match="first and first both claim m:f"):
+        check([make_patch(make_target("m", "f"), make_target("m", "f"), name="first")])
+    with pytest.raises(CatalogError, match="two patches are called 'first'"):
+        check([first, make_patch(make_target("m", "g"), name="first")])
+    check([first, make_patch(make_target("m", "f"), name="second", stacks_on=("first",))])

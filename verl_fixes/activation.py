@@ -1,0 +1,293 @@
+"""Per process: decide, hook, probe, apply, roll back.
+
+Files are read when the module that they define is imported, or when ``status()`` is asked; never at start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+
+from verl_fixes import import_hooks, probe, toggles
+from verl_fixes import patch as patching
+from verl_fixes.catalog import CATALOG, check
+from verl_fixes.errors import InstallError, RestoreError, StrictError
+from verl_fixes.patch import Patch, State, Target, Wrapper
+from verl_fixes.records import Record, TargetRecord, summarise
+
+_TROUBLE = (State.DRIFTED, State.FAILED)
+_warned: set[str] = set()
+
+
+def warn(message: str) -> None:
+    """Say something on stderr, once a process, whatever logging configuration the job has."""
+    if message not in _warned:
+        _warned.add(message)
+        print(f"verl-fixes: {message}", file=sys.stderr, flush=True)
+
+
+class Activation:
+    """The patches of one process. The package has one of these; tests make their own with a small catalog."""
+
+    def __init__(self, catalog: Sequence[Patch]) -> None:
+        self._catalog = tuple(catalog)
+        self._lock = threading.RLock()
+        self._active = False
+        self._toggles: toggles.Toggles | None = None
+        self._hooked: set[str] = set()
+        self._modules: dict[str, ModuleType] = {}
+        self._outcomes: dict[Target, TargetRecord] = {}
+        self._blocked: str | None = None
+
+    def activate(
+        self,
+        *,
+        enable: Iterable[str] = (),
+        disable: Iterable[str] = (),
+        strict: bool | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> list[Record]:
+        """Apply every patch that is on, now or when its module is imported. Idempotent, from any thread.
+
+        Args:
+            enable, disable: names of patches; the environment wins over both.
+            strict: a drifted or failed patch is an error; VERL_FIXES_STRICT wins.
+            environ: instead of ``os.environ``.
+
+        Raises:
+            ToggleError: an unknown patch, variable or value.
+            CatalogError: two patches that claim one target.
+            StrictError: in strict mode, a patch is drifted or failed.
+            RestoreError: a patch is to be switched off and somebody has wrapped on top of it.
+        """
+        check(self._catalog)
+        environment = os.environ if environ is None else environ
+        decided = toggles.read(environment, self._catalog, enable=enable, disable=disable, strict=strict)
+        with self._lock:
+            if self._active and decided != self._toggles:
+                self._restore_all()
+            self._toggles, self._active, self._blocked = decided, True, None
+            modules = dict.fromkeys(t.module for p in self._catalog for t in p.targets if decided.patches[p.name].enabled)
+            new = [module for module in modules if module not in self._hooked]
+            self._hooked.update(new)
+        for module in new:  # outside the lock: wrapt takes its own lock, and a hook takes ours
+            if not import_hooks.is_imported(module):
+                import_hooks.when_imported(module, self._on_import)
+        self._sweep()
+        with self._lock:
+            self._stop_if_strict()
+        return self.status()
+
+    def deactivate(self) -> list[Record]:
+        """Put every original object back and leave later imports alone. The identical objects, not equal ones.
+
+        Raises:
+            RestoreError: somebody has wrapped one of our functions; the other patches are restored all the same.
+        """
+        with self._lock:
+            self._active, self._toggles, self._blocked = False, None, None
+            self._restore_all()
+        return self.status()
+
+    def block(self, error: Exception) -> None:
+        """Record an error that kept the whole package from being activated: every patch is ``failed``."""
+        with self._lock:
+            self._active = False
+            self._blocked = f"{type(error).__name__}: {error}"
+
+    def refuse_imports(self, error: Exception) -> None:
+        """Fail the import of every target module with ``error``.
+
+        For strict mode: verl 0.9 swallows what a plugin raises, so raising at activation alone would go unseen.
+        """
+
+        def refuse(module: ModuleType) -> None:
+            raise error
+
+        for name in dict.fromkeys(target.module for patch in self._catalog for target in patch.targets):
+            import_hooks.when_imported(name, refuse)
+
+    def status(self) -> list[Record]:
+        """What is true now, patch by patch. Reads source files for modules that are not imported; imports nothing."""
+        self._sweep()
+        with self._lock:
+            return [self._summary(patch) for patch in self._catalog]
+
+    def _on_import(self, module: ModuleType) -> None:
+        name = module.__name__
+        with self._lock:
+            if not self._active:
+                return
+            self._apply_module(name, module)
+            self._stop_if_strict(name)
+
+    def _sweep(self) -> None:
+        """Apply to whatever is imported by now: modules that were there first, and imports that no hook could see."""
+        with self._lock:
+            if self._active:
+                for name in sorted(self._hooked):
+                    module = import_hooks.is_imported(name)
+                    if module is not None:
+                        self._apply_module(name, module)
+
+    def _targets_in(self, module_name: str) -> Iterator[tuple[Patch, Target]]:
+        for patch in self._catalog:
+            for target in patch.targets:
+                if target.module == module_name:
+                    yield patch, target
+
+    def _apply_module(self, name: str, module: ModuleType) -> None:
+        if self._modules.get(name) is not module:  # new, or imported again after a failed import or a reload
+            self._modules[name] = module
+            for patch, target in self._targets_in(name):
+                self._outcomes.pop(target, None)
+                patching.forget(patch.name, target)
+        for patch, target in self._targets_in(name):
+            if target not in self._outcomes and self._decision(patch).enabled:
+                self._outcomes[target] = outcome = self._apply(patch, target, module)
+                self._log(patch, outcome)
+                if outcome.state in _TROUBLE:
+                    self._take_out(patch, outcome)
+
+    def _apply(self, patch: Patch, target: Target, module: ModuleType) -> TargetRecord:
+        if patch.atomic:
+            for other in patch.targets:
+                outcome = self._outcomes.get(other)
+                if outcome is not None and outcome.state in _TROUBLE:
+                    return _record(target, outcome.state, f"left out with the rest of {patch.name}: {outcome.reason}")
+        state, reason, wrapper = _examine(target)
+        if wrapper is not None:
+            try:
+                patching.install(patch.name, target, wrapper, module)
+            except (InstallError, RestoreError) as error:
+                return _record(target, State.FAILED, str(error))
+        return _record(target, state, reason)
+
+    def _take_out(self, patch: Patch, trouble: TargetRecord) -> None:
+        """Roll an atomic patch back as a whole, and say what happened."""
+        consequence = "This target is left as it was"
+        if patch.atomic:
+            consequence = "The whole patch is left out"
+            for target in patch.targets:
+                outcome = self._outcomes.get(target)
+                if outcome is None or outcome.state in _TROUBLE:
+                    continue
+                try:
+                    patching.restore(patch.name, target)
+                except RestoreError as error:
+                    self._outcomes[target] = _record(target, State.FAILED, str(error))
+                    consequence = f"It could not be taken out completely: {error}"
+                else:
+                    reason = f"taken out with the rest of {patch.name}: {trouble.reason}"
+                    self._outcomes[target] = _record(target, trouble.state, reason)
+        warn(
+            f"{patch.name} is {trouble.state}: {trouble.module}:{trouble.qualname}: {trouble.reason}. {consequence}. "
+            f"Run `verl-fixes explain {patch.name}`; {patch.env}=0 silences this."
+        )
+
+    def _stop_if_strict(self, module_name: str | None = None) -> None:
+        if self._toggles is None or not self._toggles.strict:
+            return
+        for patch in self._catalog:
+            for target in patch.targets:
+                outcome = self._outcomes.get(target)
+                if outcome is None or outcome.state not in _TROUBLE or module_name not in (None, target.module):
+                    continue
+                raise StrictError(
+                    f"{patch.name} is {outcome.state} on {target}: {outcome.reason}. {toggles.STRICT}=1 stops here. "
+                    f"Way out: {patch.env}=0 to run without this fix, or {toggles.STRICT}=0 to run with a warning."
+                )
+
+    def _decision(self, patch: Patch) -> toggles.Decision:
+        if self._toggles is None:
+            return toggles.Decision(False, "not active in this process; call verl_fixes.activate()")
+        return self._toggles.patches[patch.name]
+
+    def _log(self, patch: Patch, outcome: TargetRecord) -> None:
+        level = self._toggles.log if self._toggles else "warning"
+        installed = outcome.state in (State.APPLIED, State.REFINED)
+        if level == "debug" or (level == "info" and installed):
+            warn(f"{patch.name} {outcome.state}: {outcome.module}:{outcome.qualname} ({outcome.reason})")
+
+    def _summary(self, patch: Patch) -> Record:
+        outcomes = [self._outcomes.get(target) for target in patch.targets]
+        if self._blocked is not None:
+            return summarise(patch, tuple(_record(t, State.FAILED, self._blocked) for t in patch.targets))
+        decision = self._decision(patch)
+        if not decision.enabled and not any(outcomes):
+            return summarise(patch, tuple(_record(t, State.DISABLED, decision.why) for t in patch.targets))
+        records = []
+        for outcome, target in zip(outcomes, patch.targets, strict=True):
+            missed = patching.uncovered(patch.name, target)
+            if missed:
+                outcome = _record(target, State.FAILED, f"could not be wrapped: {missed}")
+            records.append(outcome or _forecast(target))
+        return summarise(patch, tuple(records))
+
+    def _restore_all(self) -> None:
+        refused = []
+        for patch in reversed(self._catalog):
+            try:
+                patching.restore(patch.name)
+            except RestoreError as error:
+                refused.append(str(error))
+            else:
+                for target in patch.targets:
+                    self._outcomes.pop(target, None)
+        if refused:
+            raise RestoreError("\n".join(refused))
+
+
+def _record(target: Target, state: State, reason: str, expected: State | None = None) -> TargetRecord:
+    return TargetRecord(target.module, target.qualname, state, reason, expected or state)
+
+
+def _examine(target: Target) -> tuple[State, str, Wrapper | None]:
+    """Read the target's source: the state to be in, why, and the wrapper that brings it there."""
+    package = target.module.partition(".")[0]
+    source = probe.locate(package)
+    if source is None:
+        return State.ABSENT, f"{package} is not installed", None
+    try:
+        verdict = probe.judge(source, target.module, target.qualname, target.known, target.question)
+    except Exception as error:  # whatever it is, it must not break the import of verl; status shows it
+        return State.FAILED, f"its source cannot be judged: {type(error).__name__}: {error}", None
+    state, wrapper = target.plan(verdict)
+    return state, _WHY[state], wrapper
+
+
+def _forecast(target: Target) -> TargetRecord:
+    state, reason, wrapper = _examine(target)
+    if wrapper is None:
+        return _record(target, state, reason)
+    return _record(target, State.PENDING, f"{reason}; its module is not imported yet", expected=state)
+
+
+_WHY = {
+    State.APPLIED: "this release has the bug",
+    State.REFINED: "this release has upstream's fix, completed here",
+    State.UPSTREAM: "this release has the fix",
+    State.ABSENT: "this release has no such code",
+    State.DRIFTED: "the code is neither the buggy nor the fixed one that verl-fixes knows",
+}
+
+
+_process = Activation(CATALOG)
+activate = _process.activate
+deactivate = _process.deactivate
+status = _process.status
+
+
+def activate_on_import() -> None:
+    """What ``import verl_fixes`` does: activate, and never break the program that imports us, unless strict."""
+    try:
+        activate()
+    except Exception as error:
+        _process.block(error)
+        warn(f"nothing is applied in this process: {type(error).__name__}: {error}")
+        if toggles.is_strict(os.environ):
+            _process.refuse_imports(error)
+            raise

@@ -1,0 +1,37 @@
+"""Every patch, in the order in which they are applied. A new patch is one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl_fixes.errors import CatalogError
+from verl_fixes.patch import Patch
+from verl_fixes.patches import detach_outputs, per_token_loss, scalar_metrics
+
+CATALOG: tuple[Patch, ...] = (
+    scalar_metrics.PATCH,
+    per_token_loss.PATCH,
+    detach_outputs.PATCH,
+)
+
+
+def check(catalog: Sequence[Patch]) -> None:
+    """Refuse a catalog in which two patches have one name, or claim one target without saying that they may.
+
+    Raises:
+        CatalogError: names both patches and what they share.
+    """
+    claimed: dict[str, list[Patch]] = {}
+    seen: set[str] = set()
+    for patch in catalog:
+        if patch.name in seen:
+            raise CatalogError(f"two patches are called {patch.name!r}; give one of them another name")
+        seen.add(patch.name)
+        for target in patch.targets:
+            for other in claimed.get(str(target), []):
+                if other is patch or other.name not in patch.stacks_on:
+                    raise CatalogError(
+                        f"{patch.name} and {other.name} both claim {target}. Merge them, or, if {patch.name} is "
+                        f"right to wrap what {other.name} has wrapped, add {other.name!r} to its stacks_on."
+                    )
+            claimed.setdefault(str(target), []).append(patch)

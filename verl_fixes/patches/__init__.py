@@ -1,0 +1,1 @@
+"""One module a patch: the fix, and nothing else."""

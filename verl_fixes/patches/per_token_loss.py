@@ -1,0 +1,343 @@
+"""Under calculate_per_token_loss, Megatron gets ``(loss sum, token count, output)`` instead of ``(loss, output)``.
+
+What goes wrong: with ``calculate_per_token_loss`` on (Megatron-Bridge turns it on by itself at CP>1) the MoE router
+multiplies its aux and z loss by the number of tokens, and ``finalize_model_grads`` divides every gradient by the
+total number of tokens that the loss functions report. verl up to 0.8.0 reports none: nothing is divided, and
+grad_norm is larger by orders of magnitude. verl 0.9.0 and 0.9.1 report ``tokens // cp_size``, which loses the
+remainder of every micro-batch, and refuse settings that are valid.
+
+What the wrappers do: count the routed tokens of the mini-batch once over data parallel ranks (``routed``), and return
+``(loss * routed / dp_size, local tokens, output)`` for each micro-batch. verl's loss already is the mean over the
+global batch times ``dp_size``, so after Megatron's division by ``routed`` the gradient is the one of the flag being
+off. Context parallel rank r reports ``n // cp + (r < n % cp)`` of the n tokens that it shares with its group, so
+that the counts add up to ``routed`` exactly.
+
+When it can go: not yet, as of verl 0.9.1. The 3-tuple: with 0.9.0.
+Sources: https://github.com/verl-project/verl/pull/6836, guards as of https://github.com/verl-project/verl/pull/7914
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from verl_fixes.arguments import bind
+from verl_fixes.errors import UnsupportedSettingError
+from verl_fixes.patch import Patch, Target
+from verl_fixes.probe import Function, Source, Verdict, mentions
+
+if TYPE_CHECKING:
+    import torch
+
+_AUX_LOSS_TYPES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
+_ROUTED = "routed_num_tokens"
+"""Upstream's key, from 0.9.0 on, for the routed tokens of the mini-batch over all data parallel ranks."""
+
+
+def routed_tokens(data: Any) -> torch.Tensor:
+    """Number of real tokens that a batch feeds to the MoE router, as a 0-d int64 tensor on the batch's device.
+
+    ``attention_mask`` decides when there is one (dense, or nested as in the no-padding path); SFT data without one
+    counts its packed ``input_ids``. Not ``loss_mask``: it counts response tokens, and the router sees prompts, too.
+    """
+    import torch
+
+    mask = data.get("attention_mask", None)
+    if mask is not None:
+        if mask.is_nested:
+            return torch.stack([row.sum() for row in mask.unbind()]).sum().to(torch.int64)
+        return mask.sum().to(torch.int64)
+    ids = data["input_ids"]
+    if ids.is_nested and ids.layout is torch.jagged:
+        lengths = ids.lengths()
+        return (ids.offsets().diff() if lengths is None else lengths).sum().to(torch.int64)
+    return torch.tensor(ids.numel(), dtype=torch.int64, device=ids.device)
+
+
+def local_share(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """This context parallel rank's share of ``tokens``; the shares of the group add up to ``tokens`` exactly."""
+    import torch
+
+    return (tokens // cp_size + (tokens % cp_size > cp_rank)).to(torch.int)
+
+
+def active_router_losses(config: Any) -> list[str]:
+    """The MoE router losses that a transformer config really adds to the gradient, as ``setting=value``.
+
+    ``moe_router_load_balancing_type`` and ``moe_aux_loss_coeff`` may be single values or lists.
+    """
+    if not getattr(config, "num_moe_experts", None):
+        return []
+    types = _as_list(getattr(config, "moe_router_load_balancing_type", None))
+    coefficients = _as_list(getattr(config, "moe_aux_loss_coeff", None)) or [0.0]
+    if len(coefficients) == 1:
+        coefficients = list(coefficients) * len(types)
+    active = [
+        f"moe_router_load_balancing_type={kind} with moe_aux_loss_coeff={coefficient}"
+        for kind, coefficient in zip(types, coefficients, strict=False)
+        if kind in _AUX_LOSS_TYPES and coefficient
+    ]
+    if z_loss := getattr(config, "moe_z_loss_coeff", None):
+        active.append(f"moe_z_loss_coeff={z_loss}")
+    return active
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
+def _in_force(engine: Any, loss_function: Any) -> bool:
+    config = engine.tf_config
+    return config is not None and bool(config.calculate_per_token_loss) and loss_function is not None
+
+
+def _dynamic_context_parallel(engine: Any) -> bool:
+    return bool(getattr(engine.engine_config, "dynamic_context_parallel", False))
+
+
+def reject_unsupported(engine: Any) -> None:
+    """Stop before anything runs when the router's token count is not the one that gradients are divided by.
+
+    Raises:
+        UnsupportedSettingError: BSHD batches while a router loss is active. Dense models, and router losses whose
+            coefficient is 0, pass.
+    """
+    if engine.engine_config.use_remove_padding:
+        return
+    if active := active_router_losses(engine.tf_config):
+        raise UnsupportedSettingError(
+            "per-token-loss: calculate_per_token_loss=True with use_remove_padding=False (BSHD) while a router loss "
+            f"is active ({', '.join(active)}). In BSHD the router counts the padding as well, and its loss would be "
+            "too large by that ratio. Way out: set use_remove_padding=True, or switch the router loss off "
+            "(moe_aux_loss_coeff=0, moe_z_loss_coeff=null), or calculate_per_token_loss=False (needs CP=1 with "
+            "Megatron-Bridge). VERL_FIXES_PER_TOKEN_LOSS=0 runs stock verl, without this check and without the fix."
+        )
+
+
+def _reject_dynamic_context_parallel() -> NoReturn:
+    raise UnsupportedSettingError(
+        "per-token-loss: dynamic_context_parallel=True with calculate_per_token_loss=True. This release of verl does "
+        "not count the tokens of a dynamic context parallel group, so every gradient would be wrong. Way out: "
+        "dynamic_context_parallel=False, or calculate_per_token_loss=False, or verl 0.9.0 or later. "
+        "VERL_FIXES_PER_TOKEN_LOSS=0 runs stock verl, without this check and without the fix."
+    )
+
+
+def count_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``forward_backward_batch(self, data, loss_function, forward_only)`` of verl up to 0.8.0.
+
+    One all-reduce over data parallel ranks per mini-batch; the sum travels with the micro-batches.
+    """
+    call = bind(original, args, kwargs).arguments
+    engine, data = call["self"], call["data"]
+    if not _in_force(engine, call["loss_function"]):
+        return original(*args, **kwargs)
+    if _dynamic_context_parallel(engine):
+        _reject_dynamic_context_parallel()
+    reject_unsupported(engine)
+    if getattr(engine, _COUNTING, False):  # a subclass's override that calls super(): counted outside already
+        return original(*args, **kwargs)
+
+    import torch
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.device import get_device_id
+
+    routed = routed_tokens(data).to(get_device_id())
+    torch.distributed.all_reduce(routed, group=engine.get_data_parallel_group())
+    tu.assign_non_tensor(data, **{_ROUTED: routed.item()})
+    setattr(engine, _COUNTING, True)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        delattr(engine, _COUNTING)
+
+
+_COUNTING = "_verl_fixes_counting"
+
+
+def check_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``forward_backward_batch`` of verl 0.9, which counts by itself: today's guard, on every rank.
+
+    Upstream's own guard sits in the last pipeline stage; the other stages would wait for it until NCCL times out.
+    """
+    call = bind(original, args, kwargs).arguments
+    engine = call["self"]
+    if _in_force(engine, call["loss_function"]) and not _dynamic_context_parallel(engine):
+        reject_unsupported(engine)
+    return original(*args, **kwargs)
+
+
+class _RecordedLoss:
+    """A loss function that remembers what it returned: the loss before verl scales it for Megatron's schedule."""
+
+    def __init__(self, loss_function: Callable[..., Any]) -> None:
+        self._loss_function = loss_function
+        self.loss: Any = None
+        self.scaled: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._loss_function(*args, **kwargs)
+        self.loss = result[0]
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss_function, name)
+
+
+def return_three_tuple(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``postprocess_micro_batch_func`` of verl up to 0.8.0, which returns ``(scaled loss, output)``.
+
+    Returns:
+        ``(loss * routed / dp_size, local tokens, output)`` while the flag is on and there is a loss function; what
+        the original returns otherwise.
+    """
+    return _three_tuple(original, args, kwargs, upstream_has_it=False)
+
+
+def refine_three_tuple(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``postprocess_micro_batch_func`` of verl 0.9: exact counts, today's guards.
+
+    The original computes as with the flag off, so its older guards do not refuse what is valid, and the 3-tuple is
+    built as for earlier releases. Dynamic context parallelism has counts of its own and is left to upstream.
+    """
+    return _three_tuple(original, args, kwargs, upstream_has_it=True)
+
+
+def _three_tuple(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], upstream_has_it: bool
+) -> Any:
+    call = bind(original, args, kwargs)
+    engine, data, loss_function = (call.arguments[name] for name in ("self", "data", "loss_function"))
+    if isinstance(loss_function, _RecordedLoss):  # reached through super() from a subclass's override
+        result = original(*args, **kwargs)
+        loss_function.scaled = result[0]
+        return result
+    if not _in_force(engine, loss_function):
+        return original(*args, **kwargs)
+    if _dynamic_context_parallel(engine):
+        if upstream_has_it:
+            return original(*args, **kwargs)
+        _reject_dynamic_context_parallel()
+    reject_unsupported(engine)
+
+    recorded = call.arguments["loss_function"] = _RecordedLoss(loss_function)
+    with _flag_hidden(engine) if upstream_has_it else nullcontext():
+        result = original(*call.args, **call.kwargs)
+    if len(result) != 2:  # an override that returns the 3-tuple by itself
+        return result
+    scaled, output = result
+    loss = _unscaled(original, scaled, recorded, data)
+
+    from megatron.core import parallel_state as mpu
+    from verl.utils import tensordict_utils as tu
+
+    tokens = routed_tokens(data)
+    routed = tu.get_non_tensor_data(data, key=_ROUTED, default=None)
+    dp_size = tu.get_non_tensor_data(data, key="dp_size", default=1)
+    local = local_share(tokens, mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank())
+    return loss * (tokens if routed is None else routed) / dp_size, local, output
+
+
+def _unscaled(original: Callable[..., Any], scaled: Any, recorded: _RecordedLoss, data: Any) -> Any:
+    """The loss that belongs to ``scaled``: exact where it is the loss function's, divided where an override added."""
+    shipped = f"{original.__module__}:{original.__qualname__}" == str(_POSTPROCESS)
+    if recorded.loss is not None and (shipped or scaled is recorded.scaled):
+        return recorded.loss
+    return scaled / data["num_micro_batch"]
+
+
+class _FlagOff:
+    """A transformer config that looks like another one with ``calculate_per_token_loss`` off."""
+
+    calculate_per_token_loss = False
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+@contextmanager
+def _flag_hidden(engine: Any) -> Iterator[None]:
+    config = engine.tf_config
+    engine.tf_config = _FlagOff(config)
+    try:
+        yield
+    finally:
+        engine.tf_config = config
+
+
+def _mini_batch_verdict(function: Function, source: Source) -> Verdict:
+    if mentions(function, _ROUTED):
+        return Verdict.INCOMPLETE
+    old = mentions(function, "batch_num_tokens") and mentions(function, "postprocess_micro_batch_func")
+    return Verdict.BUGGY if old and not mentions(function, "calculate_per_token_loss") else Verdict.DRIFTED
+
+
+def _micro_batch_verdict(function: Function, source: Source) -> Verdict:
+    sizes = {len(n.value.elts) for n in ast.walk(function) if isinstance(n, ast.Return) and isinstance(n.value, ast.Tuple)}
+    flag = mentions(function, "calculate_per_token_loss")
+    scales = mentions(function, "num_micro_batch") and mentions(function, "loss_function")
+    if sizes == {2, 3} and flag and scales and mentions(function, _ROUTED):
+        return Verdict.INCOMPLETE
+    return Verdict.BUGGY if sizes == {2} and scales and not flag else Verdict.DRIFTED
+
+
+_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+_POSTPROCESS = Target(
+    module=_ENGINE,
+    qualname="MegatronEngineWithLMHead.postprocess_micro_batch_func",
+    wrapper=return_three_tuple,
+    refine=refine_three_tuple,
+    question=_micro_batch_verdict,
+    known={
+        "bb0f2815595539d8": Verdict.BUGGY,  # 0.7.0, 0.7.1
+        "bc72b176d044b365": Verdict.BUGGY,  # 0.8.0
+        "32cdae10ed839d3e": Verdict.INCOMPLETE,  # 0.9.0
+        "cfc8590c0662508f": Verdict.INCOMPLETE,  # 0.9.1
+    },
+)
+
+PATCH = Patch(
+    name="per-token-loss",
+    title="Gradients are right under calculate_per_token_loss",
+    hurts=(
+        "With calculate_per_token_loss on (Megatron-Bridge turns it on by itself at CP>1) verl up to 0.8.0 never "
+        "tells Megatron how many tokens the loss was summed over. The MoE aux and z losses are then multiplied by the "
+        "token count: grad_norm in the thousands instead of 0.3. verl 0.9.0 and 0.9.1 lose the remainder of every "
+        "micro-batch at CP>1 (about 1 % of the policy gradient in our tests) and refuse BSHD for dense models and, on "
+        "0.9.0, seq-mean-token-mean."
+    ),
+    does=(
+        "Counts the routed tokens of the mini-batch once over data parallel ranks and gives Megatron "
+        "(loss * routed / dp_size, local tokens, output) for each micro-batch, with counts that add up exactly over "
+        "context parallel ranks. Refuses BSHD only while an MoE aux or z loss is active and, up to 0.8.0, dynamic "
+        "context parallelism. With the flag off it does nothing."
+    ),
+    removable="Not yet, as of verl 0.9.1: its counts lose the remainder. The 3-tuple itself: with verl 0.9.0.",
+    upstream=(
+        "https://github.com/verl-project/verl/pull/6836",
+        "https://github.com/verl-project/verl/pull/7914",
+    ),
+    fixed_in="0.9.0",
+    targets=(
+        Target(
+            module=_ENGINE,
+            qualname="MegatronEngine.forward_backward_batch",
+            wrapper=count_mini_batch,
+            refine=check_mini_batch,
+            question=_mini_batch_verdict,
+            known={
+                "c4602821d56f9205": Verdict.BUGGY,  # 0.7.0
+                "886af1f2f12f3690": Verdict.BUGGY,  # 0.7.1
+                "fde14271878f9bb0": Verdict.BUGGY,  # 0.8.0
+                "881a7f35c53cd481": Verdict.INCOMPLETE,  # 0.9.0
+                "c9d1db2381b69c75": Verdict.INCOMPLETE,  # 0.9.1
+            },
+        ),
+        _POSTPROCESS,
+    ),
+)

@@ -1,0 +1,166 @@
+"""Metrics leave a training worker as plain Python numbers.
+
+What goes wrong: with newer megatron-core and with custom engines ``grad_norm`` (and ``lr``, and whatever a loss
+function reports) is a tensor on the worker's device. verl 0.7.x sends it to the driver as it is. A driver without
+that device cannot deserialize it, and one with it keeps device memory alive for a number.
+
+What the wrapper does: before ``TrainingWorker._postprocess_output`` gathers and sends the metrics, every one-element
+tensor and numpy scalar in them becomes a float, int or bool, and every larger tensor a detached CPU tensor.
+
+When it can go: ``grad_norm`` is converted from verl 0.8.0 on; the other metrics are not as of 0.9.1.
+Source: https://github.com/verl-project/verl/pull/6195
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from verl_fixes.patch import Patch, Target
+from verl_fixes.probe import Function, Source, Verdict, mentions, method_calls
+from verl_fixes.trees import map_tree
+
+if TYPE_CHECKING:
+    import torch
+
+
+def plain_numbers(metrics: Any) -> Any:
+    """A copy of a tree of metrics in which every one-element tensor and numpy scalar is a plain Python number.
+
+    Args:
+        metrics: dicts, lists, tuples (named ones too) and verl ``Metric`` objects, nested at will.
+
+    Returns:
+        The same tree. One-element tensors of any shape, dtype and device are float, int, bool or complex; larger
+        tensors are detached CPU tensors; parts without any of these are the same objects. ``metrics`` is not mutated.
+        All one-element tensors of a device are fetched in one transfer.
+    """
+    import numpy as np
+    import torch
+
+    scalars: dict[int, torch.Tensor] = {}
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and _is_scalar(leaf):
+            scalars[id(leaf)] = _local(leaf)
+        return leaf
+
+    _map_metrics(collect, metrics)
+    numbers = dict(zip(scalars, fetch(list(scalars.values())), strict=True))
+
+    def convert(leaf: Any) -> Any:
+        if id(leaf) in numbers:
+            return numbers[id(leaf)]
+        if isinstance(leaf, torch.Tensor):
+            return leaf if leaf.is_meta else _local(leaf).cpu()
+        if isinstance(leaf, np.generic):
+            return leaf.item()
+        return leaf
+
+    return _map_metrics(convert, metrics)
+
+
+def fetch(tensors: list[torch.Tensor]) -> list[Any]:
+    """The values of one-element tensors as Python numbers, with one transfer for each device.
+
+    The raw bytes are packed, so a number keeps every bit of its dtype.
+    """
+    import torch
+
+    on_device: dict[torch.device, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        on_device[tensor.device].append(index)
+    numbers: list[Any] = [None] * len(tensors)
+    for device, indices in on_device.items():
+        if device.type == "cpu":
+            for index in indices:
+                numbers[index] = tensors[index].item()
+            continue
+        indices.sort(key=lambda index: -tensors[index].element_size())  # keeps every element aligned
+        packed = torch.cat([tensors[index].contiguous().reshape(1).view(torch.uint8) for index in indices]).cpu()
+        offset = 0
+        for index in indices:
+            size = tensors[index].element_size()
+            numbers[index] = packed[offset : offset + size].view(tensors[index].dtype).item()
+            offset += size
+    return numbers
+
+
+def _is_scalar(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and not tensor.is_meta
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph, whole (DTensor) and strided (one-element nested tensor)."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    if tensor.is_nested and tensor.numel() == 1:
+        tensor = tensor.values()
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def _map_metrics(change: Callable[[Any], Any], metrics: Any) -> Any:
+    from verl.utils.metric import Metric
+
+    def change_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Metric):
+            return change(leaf)
+        values = map_tree(change, leaf.values)
+        if values is leaf.values:
+            return leaf
+        changed = copy.copy(leaf)
+        changed.values = values
+        return changed
+
+    return map_tree(change_leaf, metrics)
+
+
+def convert_metrics(original: Callable[..., Any], self: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``TrainingWorker._postprocess_output(self, output, *, ...)``: ``output["metrics"]`` as plain numbers."""
+    if isinstance(output, dict) and "metrics" in output:
+        output = {**output, "metrics": plain_numbers(output["metrics"])}
+    return original(self, output, *args, **kwargs)
+
+
+def _converts_grad_norm(function: Function, source: Source) -> Verdict:
+    if "grad_norm" in method_calls(function, "item"):
+        return Verdict.INCOMPLETE  # the other metrics remain
+    pops = (n for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
+    if any(pop.func.attr == "pop" and mentions(pop, "metrics") for pop in pops) and mentions(function, "grad_norm"):
+        return Verdict.BUGGY
+    return Verdict.DRIFTED
+
+
+PATCH = Patch(
+    name="scalar-metrics",
+    title="Metrics leave the worker as plain numbers",
+    hurts=(
+        "On verl 0.7.x grad_norm can reach the driver as a tensor on the worker's device (Megatron with megatron-core "
+        "0.17 or later, custom engines). A CPU-only driver cannot deserialize it and the run stops at the first "
+        "update. Other metrics, lr among them, have the same problem on every release."
+    ),
+    does=(
+        "Before TrainingWorker._postprocess_output gathers and sends the metrics, turns every one-element tensor and "
+        "numpy scalar in them into a float, int or bool, and every larger tensor into a detached CPU tensor."
+    ),
+    removable="grad_norm: with verl 0.8.0. Other metrics: when a release converts all of them; 0.9.1 does not.",
+    upstream=("https://github.com/verl-project/verl/pull/6195",),
+    fixed_in="0.8.0",
+    targets=(
+        Target(
+            module="verl.workers.engine_workers",
+            qualname="TrainingWorker._postprocess_output",
+            wrapper=convert_metrics,
+            question=_converts_grad_norm,
+            known={
+                "ef92f2d32bbacf87": Verdict.BUGGY,  # 0.7.0
+                "68a9200296634dc8": Verdict.BUGGY,  # 0.7.1
+                "09985a54fd22e7c0": Verdict.INCOMPLETE,  # 0.8.0, 0.9.0, 0.9.1
+            },
+        ),
+    ),
+)

@@ -1,0 +1,144 @@
+"""Reads the installed package's source, never imports it, and tells buggy code from fixed, absent or drifted code.
+
+Version numbers cannot judge git checkouts, forks and cherry-picks. A target is first looked up by the fingerprint of
+its normalised syntax tree (releases that are tested); other code is judged by a small structural question.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_SKIPPED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_params", "annotation", "returns"})
+
+
+class Verdict(Enum):
+    """What the source says about one target."""
+
+    BUGGY = "buggy"
+    INCOMPLETE = "incomplete"
+    """Upstream's fix is there, and leaves something that ours completes."""
+    FIXED = "fixed"
+    ABSENT = "absent"
+    DRIFTED = "drifted"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source files of one installed top-level package, read on demand."""
+
+    roots: tuple[Path, ...]
+
+    def file(self, module: str) -> Path | None:
+        """The file that defines ``module``, or None when this release has no such module."""
+        _, *parts = module.split(".")
+        for root in self.roots:
+            folder = root.joinpath(*parts)
+            for file in (folder.with_name(f"{folder.name}.py"), folder / "__init__.py"):
+                if file.is_file():
+                    return file
+        return None
+
+    def function(self, module: str, qualname: str) -> Function | None:
+        """The syntax tree of a function or method, or None when the release does not have it."""
+        file = self.file(module)
+        return None if file is None else _find(_parse(file, file.stat().st_mtime_ns), qualname)
+
+
+Question = Callable[[Function, Source], Verdict]
+"""Judges a function whose fingerprint is unknown. DRIFTED means: I cannot tell."""
+
+
+def locate(package: str) -> Source | None:
+    """Find an installed top-level package without importing it; None when it is not installed."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module without a spec in sys.modules, as some tests and notebooks make them
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Source(tuple(Path(location) for location in spec.submodule_search_locations))
+
+
+def judge(source: Source, module: str, qualname: str, known: Mapping[str, Verdict], question: Question) -> Verdict:
+    """Tell buggy from fixed, absent and drifted for one target.
+
+    Raises:
+        OSError, SyntaxError: the file is there but cannot be read.
+    """
+    function = source.function(module, qualname)
+    if function is None:
+        return Verdict.ABSENT
+    return known.get(fingerprint(function)) or question(function, source)
+
+
+def fingerprint(node: ast.AST) -> str:
+    """A short hash of the code that stays the same across comments, docstrings, type hints and Python versions."""
+    return hashlib.sha256(" ".join(_normalised(node)).encode()).hexdigest()[:16]
+
+
+def _normalised(node: object) -> Iterator[str]:
+    if isinstance(node, ast.AST):
+        yield type(node).__name__
+        for name, value in ast.iter_fields(node):
+            if name in _SKIPPED_FIELDS or value is None or value == []:
+                continue
+            if name == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
+            yield name
+            yield from _normalised(value)
+    elif isinstance(node, list):
+        yield "["
+        for item in node:
+            yield from _normalised(item)
+        yield "]"
+    else:
+        yield repr(node)
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(file: Path, mtime_ns: int) -> ast.Module:
+    return ast.parse(file.read_bytes(), filename=str(file))
+
+
+def _find(tree: ast.Module, qualname: str) -> Function | None:
+    scope: ast.Module | ast.ClassDef = tree
+    *class_names, name = qualname.split(".")
+    for class_name in class_names:
+        inner = next((n for n in scope.body if isinstance(n, ast.ClassDef) and n.name == class_name), None)
+        if inner is None:
+            return None
+        scope = inner
+    functions = [n for n in scope.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == name]
+    return functions[-1] if functions else None
+
+
+def mentions(node: ast.AST, word: str) -> bool:
+    """Whether the code uses ``word`` as a name, an attribute, an argument or a string."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name) and inner.id == word:
+            return True
+        if isinstance(inner, ast.Attribute) and inner.attr == word:
+            return True
+        if isinstance(inner, ast.keyword) and inner.arg == word:
+            return True
+        if isinstance(inner, ast.Constant) and inner.value == word:
+            return True
+    return False
+
+
+def method_calls(node: ast.AST, method: str) -> Iterator[str | None]:
+    """The name at the root of every ``root.….method()`` call, None where the root is no plain name."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr == method:
+            root: ast.expr = inner.func.value
+            while isinstance(root, (ast.Attribute, ast.Call, ast.Subscript)):
+                root = root.func if isinstance(root, ast.Call) else root.value
+            yield root.id if isinstance(root, ast.Name) else None
