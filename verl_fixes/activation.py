@@ -70,7 +70,9 @@ class Activation:
             if self._active and decided != self._toggles:
                 self._restore_all()
             self._toggles, self._active, self._blocked = decided, True, None
-            modules = dict.fromkeys(t.module for p in self._catalog for t in p.targets if decided.patches[p.name].enabled)
+            modules = dict.fromkeys(
+                t.module for p in self._catalog for t in p.targets if decided.patches[p.name].enabled
+            )
             new = [module for module in modules if module not in self._hooked]
             self._hooked.update(new)
         for module in new:  # outside the lock: wrapt takes its own lock, and a hook takes ours
@@ -213,19 +215,17 @@ class Activation:
             warn(f"{patch.name} {outcome.state}: {outcome.module}:{outcome.qualname} ({outcome.reason})")
 
     def _summary(self, patch: Patch) -> Record:
-        outcomes = [self._outcomes.get(target) for target in patch.targets]
         if self._blocked is not None:
             return summarise(patch, tuple(_record(t, State.FAILED, self._blocked) for t in patch.targets))
         decision = self._decision(patch)
-        if not decision.enabled and not any(outcomes):
+        if not decision.enabled and not any(target in self._outcomes for target in patch.targets):
             return summarise(patch, tuple(_record(t, State.DISABLED, decision.why) for t in patch.targets))
-        records = []
-        for outcome, target in zip(outcomes, patch.targets, strict=True):
-            missed = patching.uncovered(patch.name, target)
-            if missed:
-                outcome = _record(target, State.FAILED, f"could not be wrapped: {missed}")
-            records.append(outcome or _forecast(target))
-        return summarise(patch, tuple(records))
+        return summarise(patch, tuple(self._target_record(patch, target) for target in patch.targets))
+
+    def _target_record(self, patch: Patch, target: Target) -> TargetRecord:
+        if missed := patching.uncovered(patch.name, target):
+            return _record(target, State.FAILED, f"could not be wrapped: {missed}")
+        return self._outcomes.get(target) or _forecast(target)
 
     def _restore_all(self) -> None:
         refused = []

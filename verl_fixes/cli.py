@@ -104,5 +104,3 @@ def _patch(name: str) -> Patch:
     nearest = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
     raise click.UsageError(f"There is no patch {name!r}.{hint} Patches: {', '.join(names)}.")
-
-

@@ -91,5 +91,5 @@ class _WatchedSpec(ModuleSpec):
     def _initializing(self, value: bool) -> None:
         vars(self)["_initializing"] = value
         if not value:
-            self.__class__ = ModuleSpec
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
             vars(self).pop(_CALLBACK)()

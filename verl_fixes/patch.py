@@ -181,7 +181,9 @@ def cover(patch_name: str, target: Target, cls: type, name: str, wrapper: Wrappe
     try:
         wrap_method(patch_name, str(target), cls, name, wrapper)
     except InstallError as error:
-        _uncovered.setdefault((patch_name, str(target)), []).append(f"{cls.__module__}.{cls.__qualname__}.{name}: {error}")
+        _uncovered.setdefault((patch_name, str(target)), []).append(
+            f"{cls.__module__}.{cls.__qualname__}.{name}: {error}"
+        )
 
 
 def uncovered(patch_name: str, target: Target) -> str:
@@ -250,6 +252,7 @@ def _bind_descriptor(wrapper: Wrapper, raw: Any) -> Any:
 
 
 def _overriding_subclasses(cls: type, name: str) -> Iterator[type]:
+    subclass: type
     for subclass in cls.__subclasses__():
         if name in vars(subclass):
             yield subclass
@@ -264,7 +267,7 @@ def _wrap_function(patch_name: str, target: str, module: ModuleType, name: str, 
 
 
 def _names_of(function: Any) -> Iterator[tuple[ModuleType, str]]:
-    """Every loaded module that knows the function, with its name there: ``from x import f`` makes an early-bound one."""
+    """Every loaded module that knows the function, with its name there: ``from x import f`` binds it early."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             for name, value in list(vars(module).items()):

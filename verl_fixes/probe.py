@@ -91,9 +91,10 @@ def _normalised(node: object) -> Iterator[str]:
             if name in _SKIPPED_FIELDS or value is None or value == []:
                 continue
             if name == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
-            yield name
-            yield from _normalised(value)
+                has_docstring = ast.get_docstring(node, clean=False) is not None
+                yield from (name, *_normalised(node.body[has_docstring:]))
+            else:
+                yield from (name, *_normalised(value))
     elif isinstance(node, list):
         yield "["
         for item in node:

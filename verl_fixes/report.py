@@ -70,7 +70,9 @@ def table(records: Sequence[Record]) -> Table:
     for column in ("patch", "state", "why", "switch", "upstream"):
         result.add_column(column, overflow="fold", no_wrap=column in ("patch", "switch"))
     for record in records:
-        result.add_row(record.name, _state(record), _why(record), record.env, "\n".join(map(short_link, record.upstream)))
+        result.add_row(
+            record.name, _state(record), _why(record), record.env, "\n".join(map(short_link, record.upstream))
+        )
     return result
 
 

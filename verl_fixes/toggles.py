@@ -76,7 +76,8 @@ def read(
         elif patch.name in enable or patch.name in disable:
             decision = Decision(patch.name in enable, "arguments of activate()")
         else:
-            decision = Decision(patch.default, "on by default" if patch.default else f"off by default; {patch.env}=1 switches it on")
+            off = f"off by default; {patch.env}=1 switches it on"
+            decision = Decision(patch.default, "on by default" if patch.default else off)
         patches[patch.name] = decision
 
     strict_flag = _flag(environ, STRICT)

@@ -76,7 +76,9 @@ def test_an_inherited_method_is_added_to_the_child_only(toy: Toy, put: Callable[
     assert "step" not in vars(m.Child)
 
 
-@pytest.mark.parametrize("qualname", ["Base.step", "Base.make", "Base.pure", "Base.later", "Child.step", "Override.step"])
+@pytest.mark.parametrize(
+    "qualname", ["Base.step", "Base.make", "Base.pure", "Base.later", "Child.step", "Override.step"]
+)
 def test_restore_puts_the_identical_object_back(toy: Toy, put: Callable[..., Target], qualname: str) -> None:
     toy.write("m", CLASSES)
     m = toy.load("m")
@@ -200,7 +202,9 @@ def test_cover_notes_what_it_cannot_wrap() -> None:
 
     target = make_target("m", "f")
     patching.cover("covering", target, Engine, "step", add_one)
-    assert "Engine.step: it is a builtin_function_or_method, not a plain function" in patching.uncovered("covering", target)
+    assert "Engine.step: it is a builtin_function_or_method, not a plain function" in patching.uncovered(
+        "covering", target
+    )
 
 
 def test_two_patches_may_not_claim_one_target_or_one_name() -> None:

@@ -63,7 +63,9 @@ def test_fingerprint_is_the_same_on_every_python() -> None:
     assert fingerprint(parsed(CODE)) == "b6168c4aa2642013"
 
 
-@pytest.mark.parametrize("body, verdict", [("'BUG'", "BUGGY"), ("'HALF'", "INCOMPLETE"), ("'FIX'", "FIXED"), ("1", "DRIFTED")])
+@pytest.mark.parametrize(
+    "body, verdict", [("'BUG'", "BUGGY"), ("'HALF'", "INCOMPLETE"), ("'FIX'", "FIXED"), ("1", "DRIFTED")]
+)
 def test_unknown_code_is_judged_by_the_question(toy: Toy, body: str, verdict: str) -> None:
     module = toy.write("m", f"class C:\n    def f(self):\n        return {body}\n")
     source = locate(toy.name)

@@ -48,7 +48,10 @@ def test_the_reason_names_what_decided() -> None:
 @pytest.mark.parametrize(
     "environ, parts",
     [
-        ({"VERL_FIXES_FRIST_FIX": "0"}, ["VERL_FIXES_FRIST_FIX", "Did you mean VERL_FIXES_FIRST_FIX", "VERL_FIXES_STRICT"]),
+        (
+            {"VERL_FIXES_FRIST_FIX": "0"},
+            ["VERL_FIXES_FRIST_FIX", "Did you mean VERL_FIXES_FIRST_FIX", "VERL_FIXES_STRICT"],
+        ),
         ({"VERL_FIXES_FIRST_FIX": "2"}, ["VERL_FIXES_FIRST_FIX=2", "0 (off) or 1 (on)"]),
         ({"VERL_FIXES": "maybe"}, ["VERL_FIXES=maybe"]),
         ({"VERL_FIXES_STRICT": "very"}, ["VERL_FIXES_STRICT=very"]),
@@ -70,10 +73,15 @@ def test_unknown_arguments_are_errors_too() -> None:
 
 
 def test_variables_of_others_are_left_alone() -> None:
-    assert decide({"VERL_FIXESX": "nonsense", "VERL_USE_EXTERNAL_MODULES": "a,b"}) == {"first-fix": True, "second-fix": False}
+    assert decide({"VERL_FIXESX": "nonsense", "VERL_USE_EXTERNAL_MODULES": "a,b"}) == {
+        "first-fix": True,
+        "second-fix": False,
+    }
 
 
-@pytest.mark.parametrize("environ, argument, expected", [({}, None, False), ({}, True, True), ({"VERL_FIXES_STRICT": "0"}, True, False)])
+@pytest.mark.parametrize(
+    "environ, argument, expected", [({}, None, False), ({}, True, True), ({"VERL_FIXES_STRICT": "0"}, True, False)]
+)
 def test_strict(environ: dict[str, str], argument: bool | None, expected: bool) -> None:
     assert read(environ, CATALOG, strict=argument).strict is expected
 

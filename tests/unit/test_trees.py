@@ -23,7 +23,9 @@ class Marked(int):
     """A leaf that is to be replaced."""
 
 
-leaves = st.none() | st.text(max_size=3) | st.floats(allow_nan=False) | st.integers().map(Marked) | st.binary(max_size=2)
+leaves = (
+    st.none() | st.text(max_size=3) | st.floats(allow_nan=False) | st.integers().map(Marked) | st.binary(max_size=2)
+)
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(

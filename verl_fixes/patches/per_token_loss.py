@@ -278,7 +278,8 @@ def _mini_batch_verdict(function: Function, source: Source) -> Verdict:
 
 
 def _micro_batch_verdict(function: Function, source: Source) -> Verdict:
-    sizes = {len(n.value.elts) for n in ast.walk(function) if isinstance(n, ast.Return) and isinstance(n.value, ast.Tuple)}
+    returns = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
+    sizes = {len(value.elts) for value in returns if isinstance(value, ast.Tuple)}
     flag = mentions(function, "calculate_per_token_loss")
     scales = mentions(function, "num_micro_batch") and mentions(function, "loss_function")
     if sizes == {2, 3} and flag and scales and mentions(function, _ROUTED):

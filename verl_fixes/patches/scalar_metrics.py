@@ -13,8 +13,8 @@ Source: https://github.com/verl-project/verl/pull/6195
 
 from __future__ import annotations
 
-import ast
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -104,10 +104,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _map_metrics(change: Callable[[Any], Any], metrics: Any) -> Any:
-    from verl.utils.metric import Metric
+    metric = getattr(sys.modules.get("verl.utils.metric"), "Metric", ())  # no such object without the module
 
     def change_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, Metric):
+        if not isinstance(leaf, metric):
             return change(leaf)
         values = map_tree(change, leaf.values)
         if values is leaf.values:
@@ -129,8 +129,7 @@ def convert_metrics(original: Callable[..., Any], self: Any, output: Any, *args:
 def _converts_grad_norm(function: Function, source: Source) -> Verdict:
     if "grad_norm" in method_calls(function, "item"):
         return Verdict.INCOMPLETE  # the other metrics remain
-    pops = (n for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
-    if any(pop.func.attr == "pop" and mentions(pop, "metrics") for pop in pops) and mentions(function, "grad_norm"):
+    if "metrics" in method_calls(function, "pop") and mentions(function, "grad_norm"):
         return Verdict.BUGGY
     return Verdict.DRIFTED
 
