@@ -42,3 +42,18 @@ def script(source: str, *, timeout: float = 240, **variables: str) -> Any:
     done = python("-c", textwrap.dedent(source), timeout=timeout, **variables)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def call(function: str, *, timeout: float = 240, **arguments: Any) -> Any:
+    """Call ``module:function`` in a process of its own, with and for values that JSON can carry.
+
+    Raises:
+        AssertionError: it failed; the message is the end of its output.
+    """
+    module, _, name = function.partition(":")
+    source = f"""
+        import json, importlib
+        answer = importlib.import_module({module!r}).{name}(**json.loads({json.dumps(arguments)!r}))
+        print(json.dumps(answer))
+    """
+    return script(source, timeout=timeout)

@@ -1,0 +1,28 @@
+"""The same measurement on stock code, with the fixes, and on stock code again, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import verl_fixes
+
+verl_fixes.deactivate()
+
+
+def phases(measure: Callable[[], Any], **activate: Any) -> dict[str, Any]:
+    """``measure()`` before activation, while active and after ``deactivate()``; an exception counts as its answer."""
+    before = _attempt(measure)
+    verl_fixes.activate(**activate)
+    try:
+        fixed = _attempt(measure)
+    finally:
+        verl_fixes.deactivate()
+    return {"stock": before, "fixed": fixed, "back": _attempt(measure)}
+
+
+def _attempt(measure: Callable[[], Any]) -> Any:
+    try:
+        return measure()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

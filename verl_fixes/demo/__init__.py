@@ -1,0 +1,1 @@
+"""Runnable demonstrations: verl's stock engines on a machine without an accelerator."""
