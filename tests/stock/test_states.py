@@ -66,7 +66,9 @@ print(json.dumps([records["TrainingWorker._postprocess_output"], records["FSDPEn
 """
 PLUGIN_FIRST = f"import verl_fixes, {WORKERS}, {ENGINE}\n"
 ENGINE_FIRST = f"import {WORKERS}, {ENGINE}\nimport verl_fixes\n"
-HALF_AND_HALF = f"import verl\nimport verl.workers\nimport verl_fixes, {WORKERS}\nverl_fixes.activate()\nimport {ENGINE}\n"
+HALF_AND_HALF = (
+    f"import verl\nimport verl.workers\nimport verl_fixes, {WORKERS}\nverl_fixes.activate()\nimport {ENGINE}\n"
+)
 THREADS = f"""
 import importlib, threading
 names = ["verl_fixes", "{WORKERS}", "verl_fixes", "{ENGINE}", "verl.workers.engine.megatron.transformer_impl", "verl"]

@@ -480,6 +480,7 @@ def measure(
     """Train one step for each count of micro-batches of one sequence and return what each loop held."""
     import verl
 
+    torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
     engine = build_engine(lora=lora, gradient_checkpointing=gradient_checkpointing)
     make = functools.partial(make_batch, tokens_per_sequence=tokens, micro_batch_size=1, return_outputs=True)
     loss, rows = ppo_loss(), []

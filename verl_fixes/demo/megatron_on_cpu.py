@@ -77,7 +77,8 @@ class Model:
     """A tiny Qwen3-MoE, or with ``moe=False`` a dense Qwen3, with randomly drawn weights.
 
     Attributes:
-        value_head: a critic; on verl 0.7 only with ``moe=False``, and 0.9.0 itself fails to build it with mbridge.
+        value_head: a critic. Stock 0.7.0 knows dense ones only, 0.7.1 fails in its forward step, and 0.9.0 fails to
+            build one with mbridge; 0.8.0 and 0.9.1 work.
         use_remove_padding: False selects the padded (BSHD) data format.
         recompute: full activation recomputation in every layer.
         transformer_overrides: more of ``override_transformer_config``; wins over everything above.

@@ -122,7 +122,9 @@ def registered() -> dict[str, Any]:
 
     def measure() -> dict[str, Any]:
         late = _custom_engines()
-        return {when: {k: attached(v) for k, v in engines.items()} for when, engines in (("early", early), ("late", late))}
+        return {
+            when: {k: attached(v) for k, v in engines.items()} for when, engines in (("early", early), ("late", late))
+        }
 
     return phases(measure)
 

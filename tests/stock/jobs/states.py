@@ -42,13 +42,17 @@ def states() -> dict[str, Any]:
     before = [_found(target) for target in targets]
     records = verl_fixes.activate()
     during = [_found(target) for target in targets]
-    installed = {t.module + ":" + t.qualname for r in records for t in r.targets if t.state.value in ("applied", "refined")}
+    installed = {
+        t.module + ":" + t.qualname for r in records for t in r.targets if t.state.value in ("applied", "refined")
+    }
     changed = {str(target) for target, old, new in zip(targets, before, during, strict=True) if old is not new}
     verl_fixes.deactivate()
     after = [_found(target) for target in targets]
     return {
         "patches": {r.name: str(r.state) for r in records},
-        "targets": {r.name: {t.module.split(".")[-2] + "." + t.qualname: str(t.state) for t in r.targets} for r in records},
+        "targets": {
+            r.name: {t.module.split(".")[-2] + "." + t.qualname: str(t.state) for t in r.targets} for r in records
+        },
         "installed but not changed": sorted(installed - changed),
         "changed but not installed": sorted(changed - installed),
         "not restored": [str(t) for t, old, new in zip(targets, before, after, strict=True) if old is not new],
@@ -68,5 +72,3 @@ def judgements() -> list[list[str]]:
                 known = target.known.get(fingerprint(function)) if target.known else None
                 answers.append([str(target), known.name if known else "", target.question(function, source).name])
     return answers
-
-

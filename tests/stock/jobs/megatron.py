@@ -1,0 +1,118 @@
+"""Steps of the stock Megatron engines on CPU, on stock code, with the fixes, and on stock code again.
+
+Started by :func:`tests.stock.megatron.steps` in every process of a gloo group.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+import verl_fixes
+from tests.stock.jobs.phases import phases
+from verl_fixes.demo import megatron_on_cpu as cpu
+
+
+def _freeze(engine: Any) -> None:
+    """Steps of the optimizer change nothing, so that every phase sees the same weights."""
+    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        for group in optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+
+
+def _loss(kind: str, mode: str) -> Any:
+    return cpu.sft_loss() if kind == "sft" else {"ppo": cpu.ppo_loss, "value": cpu.value_loss}[kind](mode)
+
+
+class _Watched:
+    """Notes what the engine hands to Megatron's schedule for each micro-batch."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.results: list[tuple[Any, ...]] = []
+
+    def __enter__(self) -> _Watched:
+        cls = type(self._engine)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = cls.postprocess_micro_batch_func(self._engine, *args, **kwargs)
+            self.results.append(result)
+            return result
+
+        self._engine.postprocess_micro_batch_func = watched
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del self._engine.postprocess_micro_batch_func
+
+    def report(self) -> dict[str, Any]:
+        tokens = [int(result[1]) for result in self.results if len(result) == 3]
+        outputs = [leaf for result in self.results for leaf in result[-1].get("model_output", {}).values()]
+        return {
+            "elements": sorted({len(result) for result in self.results}),
+            "tokens": tokens,
+            "dtypes": sorted({str(result[1].dtype) for result in self.results if len(result) == 3}),
+            "live": [bool(result[0].requires_grad) for result in self.results],
+            "attached": sum(leaf.requires_grad for leaf in outputs),
+        }
+
+
+def _step(engine: Any, case: dict[str, Any], saved: dict[str, Any], key: str) -> dict[str, Any]:
+    case = dict(case)
+    loss = _loss(case.pop("loss", "ppo"), case.pop("mode", "token-mean"))
+    forward_only = case.pop("forward_only", False)
+    if case.pop("no_loss", False):
+        loss = None
+    batch = cpu.make_batch(dp_rank=engine.get_data_parallel_rank(), dp_size=engine.get_data_parallel_size(), **case)
+    with _Watched(engine) as watched:
+        if forward_only:
+            with engine.eval_mode():
+                output = engine.infer_batch(batch, loss_function=loss)
+            answer: dict[str, Any] = {"loss": output.get("loss")}
+        else:
+            result = cpu.train_step(engine, batch, loss)
+            saved[key] = cpu.gather_gradients(engine, result.gradients)
+            answer = {"loss": result.output.get("loss"), "grad_norm": result.grad_norm}
+    return answer | watched.report()
+
+
+def main() -> None:
+    """Read the plan from the command line, print one JSON line on rank 0, and save gradients to the given file."""
+    plan, file = json.loads(sys.argv[1]), sys.argv[2]
+    answers: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
+    with cpu.process_group() as rank:
+        for name, build in plan.items():
+            layout = cpu.Layout(**build.get("layout", {}))
+            model = cpu.Model(**build.get("model", {}))
+            try:
+                engine = cpu.build_engine(model, layout, calculate_per_token_loss=build["per_token_loss"])
+            except (TypeError, ValueError) as error:  # this release cannot build such an engine
+                answers[name] = f"{type(error).__name__}: {error}"
+                continue
+            _freeze(engine)
+            for attribute, value in build.get("engine_config", {}).items():
+                object.__setattr__(engine.engine_config, attribute, value)
+            answers[name] = {
+                case: phases(
+                    lambda engine=engine, settings=settings, key=f"{name}/{case}": _step(
+                        engine, settings, saved, f"{_phase()}/{key}"
+                    )
+                )
+                for case, settings in build["cases"].items()
+            }
+        if rank == 0:
+            torch.save(saved, file)
+            print(json.dumps(answers), flush=True)
+
+
+def _phase() -> str:
+    """``fixed`` or ``stock``; the second run on stock code replaces the first one's gradients, they must be equal."""
+    return "fixed" if any(record.state in ("applied", "refined") for record in verl_fixes.status()) else "stock"
+
+
+if __name__ == "__main__":
+    main()
