@@ -31,9 +31,6 @@ from verl_fixes.demo import cpu_platform
 OPTIONAL_PACKAGES = ("torchtitan", "nemo_automodel", "veomni")
 
 
-# -- stand-ins for the missing packages --------------------------------------------------------------------------------
-
-
 class _StandInType(type):
     """The type of a stand-in class: an unknown attribute is a stand-in again, as `OptimizersContainer.Config` is."""
 
@@ -93,9 +90,6 @@ def optional_packages(packages: Sequence[str] = OPTIONAL_PACKAGES) -> Iterator[N
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
             del sys.modules[name]  # a later `find_spec` elsewhere must not believe that the package is there
-
-
-# -- the engines -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-import tomllib
 
 import pytest
+import tomllib
 
 from tests.processes import ROOT, call, python, script
 

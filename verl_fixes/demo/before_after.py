@@ -58,7 +58,7 @@ def _runs() -> dict[str, Run]:
     per_token = ("--per-token-loss", *ROUTER_LOSS)
     return {
         "megatron off": Run("Megatron, flag off", "megatron_on_cpu", ROUTER_LOSS),
-        "megatron off fixed": Run("Megatron, flag off, fixed", "megatron_on_cpu", (*ROUTER_LOSS, "--fixes"), fixes=True),
+        "megatron off fixed": Run("Megatron, fixed", "megatron_on_cpu", (*ROUTER_LOSS, "--fixes"), fixes=True),
         "megatron on": Run("Megatron, flag on", "megatron_on_cpu", per_token),
         "megatron on fixed": Run("Megatron, flag on, fixed", "megatron_on_cpu", (*per_token, "--fixes"), fixes=True),
         "memory": Run("FSDP2, memory", "fsdp_on_cpu", memory),
@@ -122,16 +122,16 @@ def _table(results: dict[str, dict[str, Any]]) -> Any:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column, justify in (("measured on stock code", "left"), ("stock", "right"), ("with verl-fixes", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for name, before in results["types"].items():
-        table.add_row(f"type of metrics\\['{name}'] at the driver", before, results["types fixed"][name])
+    for name, kind in results["types"].items():
+        table.add_row(f"type of metrics\\['{name}'] at the driver", kind, results["types fixed"][name])
     table.add_section()
     for flag in ("off", "on"):
         before, after = (f"{results[f'megatron {flag}{suffix}']['grad_norm']:.6f}" for suffix in ("", " fixed"))
         table.add_row(f"grad_norm, MoE with z loss, calculate_per_token_loss {flag}", before, after)
     table.add_section()
-    for before, after in zip(_held(results, "memory"), _held(results, "memory fixed"), strict=True):
-        row = f"bytes held by autograd graphs after {before['micro_batches']} micro-batches"
-        table.add_row(row, f"{before['bytes']:,}", f"{after['bytes']:,}")
+    for stock, fixed in zip(_held(results, "memory"), _held(results, "memory fixed"), strict=True):
+        row = f"bytes held by autograd graphs after {stock['micro_batches']} micro-batches"
+        table.add_row(row, f"{stock['bytes']:,}", f"{fixed['bytes']:,}")
     return table
 
 

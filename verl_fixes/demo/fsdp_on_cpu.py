@@ -41,9 +41,6 @@ VOCABULARY = 256
 Loss = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
 
-# -- the machine -------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def arrange() -> None:
     """Arrange this process so that verl's FSDP2 engine runs on the CPU; calling it again does nothing."""
@@ -84,9 +81,6 @@ def _process_group() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-
-
-# -- the engine --------------------------------------------------------------------------------------------------------
 
 
 def _write_model(folder: Path, *, layers: int, hidden: int, value_head: bool, seed: int) -> None:
@@ -189,9 +183,6 @@ def _quiet() -> Iterator[None]:
     """Send what verl prints to stderr, so that stdout stays one JSON line."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
-
-
-# -- the data and the losses -------------------------------------------------------------------------------------------
 
 
 def make_batch(
@@ -306,9 +297,6 @@ def train_step(engine: Any, batch: TensorDict, loss: Loss) -> dict[str, Any]:
     """Run the engine's train_batch (all micro-batches, then the optimizer) on a copy of the batch."""
     with engine.train_mode():
         return engine.train_batch(batch.clone(recurse=False), loss_function=loss)
-
-
-# -- what is held ------------------------------------------------------------------------------------------------------
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -440,9 +428,6 @@ class HeldGraphs:
         self.micro_batches = len(outputs)
 
 
-# -- the worker --------------------------------------------------------------------------------------------------------
-
-
 def training_worker(engine: Any = None) -> Any:
     """Return verl's TrainingWorker, without Ray and without its constructor, whose `_postprocess_output` runs here.
 
@@ -469,9 +454,6 @@ def postprocess(worker: Any, metrics: dict[str, Any], losses: Sequence[float] = 
     output = {"metrics": dict(metrics), "loss": list(losses), "model_output": {}}
     result = worker._postprocess_output(output, **{k: v for k, v in arguments.items() if k in known})
     return tu.get(result, "metrics")
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def measure(

@@ -25,29 +25,23 @@ to, and it never changes what verl computes: whether verl-fixes is active is the
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
 import functools
 import hashlib
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from verl_fixes.demo import cpu_platform
+from verl_fixes.demo.gloo_processes import process_group, run
+from verl_fixes.demo.megatron_arrangement import arrange
 
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -169,147 +163,6 @@ class StepResult:
     output: dict[str, Any]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The arrangement: what a CPU needs to pass for a GPU
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def arrange() -> None:
-    """Arrange this process so that verl, mbridge and megatron-core run on CPU. Once, before verl's engine is imported.
-
-    It lasts as long as the process and changes torch for all of it: do not call it where a GPU is to be used.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core insists under sequence parallelism
-    torch.set_num_threads(1)
-    _arrange_torch()
-    _arrange_megatron()
-    _arrange_verl()
-
-
-class CudaMeansCpu(TorchFunctionMode):
-    """While active, every cuda device given to torch is the CPU, and no memory is pinned."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is Tensor.type and len(args) == 1 and not kwargs:
-            # the optimizers choose between fp32 and half-precision parameters by this name
-            return func(*args).replace("torch.", "torch.cuda.")
-        if "pin_memory" in kwargs:
-            kwargs["pin_memory"] = False
-        args = tuple(_as_cpu(value) for value in args)
-        return func(*args, **{name: _as_cpu(value) for name, value in kwargs.items()})
-
-
-def _as_cpu(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device("cpu") if value.type == "cuda" else value
-    if isinstance(value, str):
-        return "cpu" if value == "cuda" or value.startswith("cuda:") else value
-    return value
-
-
-def _arrange_torch() -> None:
-    """A torch.cuda that answers, with nothing behind it, and no compiler."""
-    import torch._dynamo  # it looks up functions of torch.cuda: let it see the real ones
-
-    class Nothing:
-        """A stream or an event: whatever is asked of it has already happened."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-        def record_event(self, event: Any = None) -> Any:
-            return event or Nothing()
-
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return do_nothing
-
-    def do_nothing(*args: Any, **kwargs: Any) -> None:
-        pass
-
-    def zero(*args: Any, **kwargs: Any) -> int:
-        return 0
-
-    def itself(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return value
-
-    stand_ins: dict[str, Any] = {
-        "is_available": lambda: False,
-        "current_device": lambda: torch.device("cpu"),
-        "get_device_name": lambda *args: "cpu",
-        "get_device_capability": lambda *args: (0, 0),
-        "get_device_properties": lambda *args: SimpleNamespace(name="cpu", total_memory=0, multi_processor_count=1),
-        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
-        "mem_get_info": lambda *args: (0, 0),
-        "memory_stats": lambda *args: {},
-        "stream": lambda *args: contextlib.nullcontext(),
-        "Stream": Nothing,
-        "Event": Nothing,
-        "current_stream": Nothing,
-        "default_stream": Nothing,
-    }
-    for name in ("set_device", "set_rng_state", "manual_seed", "manual_seed_all", "synchronize", "empty_cache",
-                 "ipc_collect", "reset_peak_memory_stats"):  # fmt: skip
-        stand_ins[name] = do_nothing
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        stand_ins[name] = zero
-    for name, stand_in in stand_ins.items():
-        setattr(torch.cuda, name, stand_in)
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = do_nothing
-
-    torch.compile = lambda model=None, **kwargs: itself if model is None else model
-    Tensor.cuda = Tensor.pin_memory = itself
-    Tensor.record_stream = do_nothing
-    torch.nn.Module.cuda = itself
-    CudaMeansCpu().__enter__()
-
-
-def _arrange_megatron() -> None:
-    """Local modules for Transformer Engine's, no CUDA random states."""
-    import mbridge.core.llm_bridge
-    import megatron.core.tensor_parallel.random as random_states
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.moe import moe_utils
-
-    from verl_fixes.demo.cpu_attention import CpuAttention, CpuRMSNorm
-
-    LocalSpecProvider.core_attention = lambda self: CpuAttention
-    LocalSpecProvider.layer_norm = lambda self, rms_norm=False, for_qk=False: CpuRMSNorm
-
-    def local_block_spec(config: Any, use_transformer_engine: bool, **kwargs: Any) -> Any:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **kwargs)
-        spec.layer_norm = CpuRMSNorm
-        return spec
-
-    # bound early by name, hence replaced where it is used
-    mbridge.core.llm_bridge.get_gpt_decoder_block_spec = local_block_spec
-
-    # dropout is 0 everywhere, so that random states decide nothing
-    random_states.CudaRNGStatesTracker.add = lambda self, name, seed: None
-    random_states.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
-    random_states._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    random_states._set_cuda_rng_state = lambda *args, **kwargs: None
-
-    moe_utils.te_general_gemm = None
-
-
-def _arrange_verl() -> None:
-    """verl's device is the CPU, and it removes padding without flash-attn."""
-    cpu_platform.arrange()
-    from verl.utils import attention_utils, npu_flash_attn_utils
-
-    names = ("index_first_axis", "pad_input", "rearrange", "unpad_input")
-    pure_torch = tuple(getattr(npu_flash_attn_utils, name) for name in names)
-    attention_utils._get_attention_functions = lambda: pure_torch
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Engine
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def build_engine(model: Model, layout: Layout, *, calculate_per_token_loss: bool, seed: int = 0) -> Any:
     """The release's own Megatron engine, after its own ``initialize()``. Needs :func:`process_group`.
 
@@ -428,16 +281,12 @@ class Cut:
         return torch.cat([parts[block] for block in range(self.blocks) for parts in by_rank], self.dim)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Data and losses
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def make_batch(
     *,
     dp_rank: int = 0,
     dp_size: int = 1,
     micro_batches: int = 4,
+    repeat: int = 1,
     attention_mask: Literal["dense", "nested"] | None = "dense",
     sft: bool = False,
     seed: int = 0,
@@ -446,8 +295,9 @@ def make_batch(
     """This DP rank's rows of the standard batch, as the release's engine wants them without padding.
 
     Args:
-        dp_rank, dp_size: which contiguous share of the 8 rows to return.
+        dp_rank, dp_size: which contiguous share of the rows to return.
         micro_batches: how many micro-batches *this rank's* rows are split into.
+        repeat: how many times the lengths of the 8 rows are used, with other contents each time.
         attention_mask: ``"dense"`` is the layout of verl's trainer, with a padded ``[rows, 31]`` mask and padded
             response tensors ``[rows, 21]``; ``"nested"`` and ``None`` have jagged response tensors ``[rows, j]`` and a
             jagged or no mask. The loss functions of verl 0.7.0 take the dense layout only, those of 0.7.1 no ``None``.
@@ -464,13 +314,13 @@ def make_batch(
     from verl.utils.dataset.dataset_utils import DatasetPadMode
     from verl.workers.utils.padding import left_right_2_no_padding
 
-    rows, prompt_width, response_width = len(PROMPT_LENGTHS), max(PROMPT_LENGTHS), max(RESPONSE_LENGTHS)
+    rows, prompt_width, response_width = repeat * len(PROMPT_LENGTHS), max(PROMPT_LENGTHS), max(RESPONSE_LENGTHS)
     generator = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
         return torch.randn(rows, response_width, generator=generator)
 
-    prompt_lengths, response_lengths = torch.tensor(PROMPT_LENGTHS), torch.tensor(RESPONSE_LENGTHS)
+    prompt_lengths, response_lengths = torch.tensor(PROMPT_LENGTHS * repeat), torch.tensor(RESPONSE_LENGTHS * repeat)
     prompt_mask = torch.arange(prompt_width).flip(0) < prompt_lengths[:, None]  # padded on the left
     response_mask = torch.arange(response_width) < response_lengths[:, None]  # padded on the right
     mask = torch.cat([prompt_mask, response_mask], dim=1)
@@ -567,11 +417,6 @@ def _actor_config(loss_agg_mode: str, **config: Any) -> Any:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# A step
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def train_step(engine: Any, batch: Any, loss: Loss) -> StepResult:
     """One real ``train_batch``; the gradients are copied between ``finalize_model_grads`` and clipping."""
     seen: dict[str, Any] = {}
@@ -633,118 +478,6 @@ def flatten(gradients: dict[str, Tensor]) -> Tensor:
     """One vector from named gradients, in the order of the names."""
     return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
-
-# --------------------------------------------------------------------------------------------------------------------
-# Processes
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def process_group(timeout: float = 60.0) -> Iterator[int]:
-    """A gloo group over the processes that :func:`run` started (or over this one alone); yields this one's rank.
-
-    ``timeout``, in seconds, is for one collective operation.
-    """
-    if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    os.environ.setdefault("LOCAL_RANK", "0")
-    arrange()
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
-    try:
-        yield torch.distributed.get_rank()
-    finally:
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-
-
-def run(
-    target: str,
-    world_size: int,
-    arguments: Sequence[str] = (),
-    *,
-    fixes: bool = False,
-    timeout: float = 120.0,
-    python: str = sys.executable,
-    env: dict[str, str] | None = None,
-) -> str:
-    """Start ``world_size`` processes of a script (``*.py``) or module and return what rank 0 printed.
-
-    Args:
-        target: path of a script, or name of a module.
-        arguments: command line of every process.
-        fixes: False switches verl-fixes off in them (``VERL_FIXES=0``), also where it is installed as a plugin.
-        timeout: seconds for all of them together.
-        python: interpreter, for an environment with another release of verl.
-        env: more environment variables.
-
-    Raises:
-        RuntimeError: a process failed or the time is over. The message ends with its output, and no process is left.
-    """
-    command = [python, *([target] if target.endswith(".py") else ["-m", target]), *arguments]
-    common = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-    }
-    common.pop("VERL_FIXES", None)
-    if not fixes:
-        common["VERL_FIXES"] = "0"
-    common |= env or {}
-
-    deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory(prefix="megatron_on_cpu_") as folder:
-        outputs = [Path(folder, f"{rank}.out") for rank in range(world_size)]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank, output in enumerate(outputs):
-                with output.open("wb") as stdout, output.with_suffix(".err").open("wb") as stderr:
-                    environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    processes.append(
-                        subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, start_new_session=True)
-                    )
-            problems = _wait(processes, deadline)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if problems:
-            texts = [f"rank {rank} {problem}:\n{_tail(outputs[rank])}" for rank, problem in problems.items()]
-            raise RuntimeError("\n".join([" ".join(command), *texts]))
-        return outputs[0].read_text()
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> dict[int, str]:
-    """Wait for all processes, or for the first that fails; what went wrong, by rank."""
-    while True:
-        codes = [process.poll() for process in processes]
-        if any(codes):
-            return {rank: f"ended with {code}" for rank, code in enumerate(codes) if code}
-        if None not in codes:
-            return {}
-        if time.monotonic() > deadline:
-            return {rank: "did not end in time" for rank, code in enumerate(codes) if code is None}
-        time.sleep(0.05)
-
-
-def _tail(output: Path, characters: int = 4000) -> str:
-    texts = (path.read_text(errors="replace") for path in (output, output.with_suffix(".err")))
-    return "".join(text[-characters:] for text in texts)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Command line
-# --------------------------------------------------------------------------------------------------------------------
 
 THIS_MODULE = "verl_fixes.demo.megatron_on_cpu"
 

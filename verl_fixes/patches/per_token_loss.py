@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from verl_fixes.arguments import bind
+from verl_fixes.arguments import Call
 from verl_fixes.errors import UnsupportedSettingError
 from verl_fixes.patch import Patch, Target
 from verl_fixes.probe import Function, Source, Verdict, mentions
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 _AUX_LOSS_TYPES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
+_MINI_BATCH = ("self", "data", "loss_function", "forward_only")
+_MICRO_BATCH = ("self", "output", "data", "forward_only", "loss_function")
 _ROUTED = "routed_num_tokens"
 """Upstream's key, from 0.9.0 on, for the routed tokens of the mini-batch over all data parallel ranks."""
 
@@ -130,15 +132,15 @@ def count_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
     One all-reduce over data parallel ranks per mini-batch; the sum travels with the micro-batches.
     """
-    call = bind(original, args, kwargs).arguments
+    call = Call(original, _MINI_BATCH, args, kwargs)
     engine, data = call["self"], call["data"]
     if not _in_force(engine, call["loss_function"]):
-        return original(*args, **kwargs)
+        return call()
     if _dynamic_context_parallel(engine):
         _reject_dynamic_context_parallel()
     reject_unsupported(engine)
     if getattr(engine, _COUNTING, False):  # a subclass's override that calls super(): counted outside already
-        return original(*args, **kwargs)
+        return call()
 
     import torch
     from verl.utils import tensordict_utils as tu
@@ -149,7 +151,7 @@ def count_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     tu.assign_non_tensor(data, **{_ROUTED: routed.item()})
     setattr(engine, _COUNTING, True)
     try:
-        return original(*args, **kwargs)
+        return call()
     finally:
         delattr(engine, _COUNTING)
 
@@ -162,11 +164,11 @@ def check_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
     Upstream's own guard sits in the last pipeline stage; the other stages would wait for it until NCCL times out.
     """
-    call = bind(original, args, kwargs).arguments
+    call = Call(original, _MINI_BATCH, args, kwargs)
     engine = call["self"]
     if _in_force(engine, call["loss_function"]) and not _dynamic_context_parallel(engine):
         reject_unsupported(engine)
-    return original(*args, **kwargs)
+    return call()
 
 
 class _RecordedLoss:
@@ -208,23 +210,23 @@ def refine_three_tuple(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 def _three_tuple(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], upstream_has_it: bool
 ) -> Any:
-    call = bind(original, args, kwargs)
-    engine, data, loss_function = (call.arguments[name] for name in ("self", "data", "loss_function"))
+    call = Call(original, _MICRO_BATCH, args, kwargs)
+    engine, data, loss_function = call["self"], call["data"], call["loss_function"]
     if isinstance(loss_function, _RecordedLoss):  # reached through super() from a subclass's override
-        result = original(*args, **kwargs)
+        result = call()
         loss_function.scaled = result[0]
         return result
     if not _in_force(engine, loss_function):
-        return original(*args, **kwargs)
+        return call()
     if _dynamic_context_parallel(engine):
         if upstream_has_it:
-            return original(*args, **kwargs)
+            return call()
         _reject_dynamic_context_parallel()
     reject_unsupported(engine)
 
-    recorded = call.arguments["loss_function"] = _RecordedLoss(loss_function)
+    recorded = _RecordedLoss(loss_function)
     with _flag_hidden(engine) if upstream_has_it else nullcontext():
-        result = original(*call.args, **call.kwargs)
+        result = call(loss_function=recorded)
     if len(result) != 2:  # an override that returns the 3-tuple by itself
         return result
     scaled, output = result

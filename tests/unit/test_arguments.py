@@ -1,0 +1,54 @@
+"""Arguments are found by name, however the call and the signature are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from verl_fixes.arguments import Call
+
+UPSTREAM = ("self", "data", "loss", "flag")
+
+
+def stock(self: int, data: int, loss: int, flag: bool = False, new: int = 7) -> tuple[Any, ...]:
+    return self, data, loss, flag, new
+
+
+def named(self: int, data: int, **kwargs: Any) -> tuple[Any, ...]:
+    return stock(self, data, **kwargs)
+
+
+def anything(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    return stock(*args, **kwargs)
+
+
+def rest(self: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    return stock(self, *args, **kwargs)
+
+
+CALLS = [((1, 2, 3), {}), ((1, 2), {"loss": 3}), ((1,), {"data": 2, "loss": 3, "new": 9}), ((1, 2, 3, True), {})]
+
+
+@pytest.mark.parametrize("args, kwargs", CALLS)
+@pytest.mark.parametrize("function", [stock, named, anything, rest])
+def test_found_and_replaced_by_name(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if function is named and len(args) > 2:
+        return
+    call = Call(function, UPSTREAM, args, kwargs)
+    assert (call["self"], call["data"], call["loss"]) == (1, 2, 3)
+    plain = stock(*args, **kwargs)
+    assert call() == plain
+    assert call(loss=30) == (1, 2, 30, *plain[3:])
+    assert call(data=20, new=5) == (1, 20, 3, plain[3], 5)
+    assert call["loss"] == 3
+
+
+def test_defaults_and_missing_arguments() -> None:
+    assert Call(stock, UPSTREAM, (1, 2, 3), {})["flag"] is False
+    assert Call(stock, UPSTREAM, (1, 2, 3), {})["new"] == 7
+    with pytest.raises(TypeError, match=r"stock\(\) was called without 'loss'"):
+        Call(stock, UPSTREAM, (1, 2), {})["loss"]
