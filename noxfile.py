@@ -24,21 +24,28 @@ TEST_TOOLS = ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2"]
 TORCH = "torch==2.13.0"
 """Installed first and alone: a range in another package must not fetch a second build of 3 GB."""
 
+# What importing every engine of verl needs on CPU, and what the tests need.
 COMMON = [
+    "accelerate",
+    "cachetools",
     "click>=8.1",
     "codetiming",
     "datasets<5",
     "einops",
     "fastapi",
-    "cachetools",
     "hydra-core",
     "matplotlib",
     "mbridge==0.15.1",
     "megatron-core==0.16.1",
+    "peft",
+    "pillow",
+    "psutil",
     "pyarrow<21",
+    "pylatexenc",
     "ray[default]==2.60.*",
     "rich>=13",
     "tensordict==0.10.*",
+    "torchdata",
     "uvicorn",
     "wrapt>=1.16",
     *TEST_TOOLS,
@@ -128,7 +135,11 @@ def unit(session: nox.Session) -> None:
 def stock(session: nox.Session, release: str) -> None:
     """What runs a real release of verl."""
     python = prepare(session, ENVIRONMENT_OF[release])
-    path = {"PYTHONPATH": str(fetch(session, python, release)), "OMP_NUM_THREADS": "1"}
+    path = {
+        "PYTHONPATH": str(fetch(session, python, release)),
+        "OMP_NUM_THREADS": "1",
+        "VERL_GRADIENTS": str(CACHE / "gradients"),  # where releases leave theirs for each other
+    }
     tests = session.posargs or ["tests/tensors", "tests/stock"]
     session.run(str(python), "-m", "pytest", *tests, env=path, external=True)
 
