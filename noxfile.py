@@ -92,7 +92,7 @@ def fetch(session: nox.Session, python: Path, release: str) -> Path:
     """Unpack a release of verl into a folder of its own, once, and return that folder."""
     folder = CACHE / "releases" / release
     if not folder.is_dir():
-        parts = folder.with_suffix(".part")
+        parts = folder.with_name(f"{release}.part")
         shutil.rmtree(parts, ignore_errors=True)
         install = ["install", "--quiet", "--no-deps", "--target", str(parts), f"verl=={release}"]
         session.run(str(python), "-m", "pip", *install, external=True)

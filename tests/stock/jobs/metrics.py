@@ -15,9 +15,9 @@ from verl_fixes.demo import fsdp_on_cpu
 
 def _described(value: Any) -> Any:
     """A value as types and numbers that JSON can carry."""
-    from verl.utils.metric import Metric
+    from verl.utils import metric
 
-    if isinstance(value, Metric):
+    if isinstance(value, getattr(metric, "Metric", ())):  # 0.7.0 has none
         return {"Metric": [value.aggregation.value, _described(value.values)]}
     if isinstance(value, dict):
         return {key: _described(item) for key, item in value.items()}
@@ -33,13 +33,15 @@ def _described(value: Any) -> Any:
 def _metrics() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from verl.utils.metric import Metric
+    from verl.utils import metric
 
     mesh = init_device_mesh("cpu", (1,))
     weight = torch.ones(2, requires_grad=True)
-    plain, live = Metric("max", 1.0), Metric("mean", 1.0)
-    plain.append(2.0)
-    live.values.append(torch.tensor(2.0))
+    objects = {}
+    if hasattr(metric, "Metric"):
+        objects = {"metric": metric.Metric("max", 1.0), "live metric": metric.Metric("mean", 1.0)}
+        objects["metric"].append(2.0)
+        objects["live metric"].values.append(torch.tensor(2.0))
     return {
         "grad_norm": torch.tensor([0.25], dtype=torch.bfloat16),
         "lr": torch.tensor(0.5),
@@ -49,9 +51,8 @@ def _metrics() -> dict[str, Any]:
         "list": [torch.tensor(1.0), 2.0, np.float32(3.0)],
         "nested": {"pair": (torch.tensor(4), torch.tensor(True)), "text": "kept"},
         "histogram": weight * 3,
-        "metric": plain,
-        "live metric": live,
         "plain": 5.0,
+        **objects,
     }
 
 
