@@ -11,22 +11,15 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 
-from verl_fixes import import_hooks, probe, toggles
-from verl_fixes import patch as patching
+from verl_fixes import import_hooks, probe, toggles, wrapping
 from verl_fixes.catalog import CATALOG, check
 from verl_fixes.errors import InstallError, RestoreError, StrictError
 from verl_fixes.patch import Patch, State, Target, Wrapper
 from verl_fixes.records import Record, TargetRecord, summarise
+from verl_fixes.stderr import say
 
 _TROUBLE = (State.DRIFTED, State.FAILED)
-_warned: set[str] = set()
-
-
-def warn(message: str) -> None:
-    """Say something on stderr, once a process, whatever logging configuration the job has."""
-    if message not in _warned:
-        _warned.add(message)
-        print(f"verl-fixes: {message}", file=sys.stderr, flush=True)
+_INSTALLED = (State.APPLIED, State.REFINED)
 
 
 class Activation:
@@ -70,6 +63,7 @@ class Activation:
             if self._active and decided != self._toggles:
                 self._restore_all()
             self._toggles, self._active, self._blocked = decided, True, None
+            wrapping.on_uncovered = self._report_uncovered
             modules = dict.fromkeys(
                 t.module for p in self._catalog for t in p.targets if decided.patches[p.name].enabled
             )
@@ -95,22 +89,28 @@ class Activation:
         return self.status()
 
     def block(self, error: Exception) -> None:
-        """Record an error that kept the whole package from being activated: every patch is ``failed``."""
+        """Record an error that kept the whole package from being activated: nothing applied, all is ``failed``."""
         with self._lock:
-            self._active = False
+            self._active, self._toggles = False, None
             self._blocked = f"{type(error).__name__}: {error}"
+            try:
+                self._restore_all()
+            except RestoreError as refused:
+                self._blocked += f"; still in place: {refused}"
 
     def refuse_imports(self, error: Exception) -> None:
-        """Fail the import of every target module with ``error``.
+        """Fail the import of every target module with ``error``, until somebody activates after all.
 
         For strict mode: verl 0.9 swallows what a plugin raises, so raising at activation alone would go unseen.
         """
 
         def refuse(module: ModuleType) -> None:
-            raise error
+            if self._blocked is not None:
+                raise error
 
         for name in dict.fromkeys(target.module for patch in self._catalog for target in patch.targets):
-            import_hooks.when_imported(name, refuse)
+            if not import_hooks.is_imported(name):
+                import_hooks.when_imported(name, refuse)
 
     def status(self) -> list[Record]:
         """What is true now, patch by patch. Reads source files for modules that are not imported; imports nothing."""
@@ -123,7 +123,12 @@ class Activation:
         with self._lock:
             if not self._active:
                 return
-            self._apply_module(name, module)
+            try:
+                self._apply_module(name, module)
+            except Exception as error:
+                for patch, target in self._targets_in(name):
+                    self._outcomes[target] = outcome = _record(target, State.FAILED, f"{type(error).__name__}: {error}")
+                    self._take_out(patch, outcome)
             self._stop_if_strict(name)
 
     def _sweep(self) -> None:
@@ -142,11 +147,14 @@ class Activation:
                     yield patch, target
 
     def _apply_module(self, name: str, module: ModuleType) -> None:
-        if self._modules.get(name) is not module:  # new, or imported again after a failed import or a reload
-            self._modules[name] = module
-            for patch, target in self._targets_in(name):
+        again = self._modules.get(name) is not module  # new, or imported again, for example after a failed import
+        self._modules[name] = module
+        for patch, target in self._targets_in(name):
+            outcome = self._outcomes.get(target)
+            installed = outcome is not None and outcome.state in _INSTALLED
+            if again or (installed and not wrapping.lives_in(patch.name, target, module)):  # reloaded
                 self._outcomes.pop(target, None)
-                patching.forget(patch.name, target)
+                wrapping.forget(patch.name, target)
         for patch, target in self._targets_in(name):
             if target not in self._outcomes and self._decision(patch).enabled:
                 self._outcomes[target] = outcome = self._apply(patch, target, module)
@@ -160,10 +168,10 @@ class Activation:
                 outcome = self._outcomes.get(other)
                 if outcome is not None and outcome.state in _TROUBLE:
                     return _record(target, outcome.state, f"left out with the rest of {patch.name}: {outcome.reason}")
-        state, reason, wrapper = _examine(target)
+        state, reason, wrapper = _examine(patch, target)
         if wrapper is not None:
             try:
-                patching.install(patch.name, target, wrapper, module)
+                wrapping.install(patch, target, wrapper, module)
             except (InstallError, RestoreError) as error:
                 return _record(target, State.FAILED, str(error))
         return _record(target, state, reason)
@@ -178,14 +186,14 @@ class Activation:
                 if outcome is None or outcome.state in _TROUBLE:
                     continue
                 try:
-                    patching.restore(patch.name, target)
+                    wrapping.restore(patch.name, target)
                 except RestoreError as error:
                     self._outcomes[target] = _record(target, State.FAILED, str(error))
                     consequence = f"It could not be taken out completely: {error}"
                 else:
                     reason = f"taken out with the rest of {patch.name}: {trouble.reason}"
                     self._outcomes[target] = _record(target, trouble.state, reason)
-        warn(
+        say(
             f"{patch.name} is {trouble.state}: {trouble.module}:{trouble.qualname}: {trouble.reason}. {consequence}. "
             f"Run `verl-fixes explain {patch.name}`; {patch.env}=0 silences this."
         )
@@ -210,9 +218,8 @@ class Activation:
 
     def _log(self, patch: Patch, outcome: TargetRecord) -> None:
         level = self._toggles.log if self._toggles else "warning"
-        installed = outcome.state in (State.APPLIED, State.REFINED)
-        if level == "debug" or (level == "info" and installed):
-            warn(f"{patch.name} {outcome.state}: {outcome.module}:{outcome.qualname} ({outcome.reason})")
+        if level == "debug" or (level == "info" and outcome.state in _INSTALLED):
+            say(f"{patch.name} {outcome.state}: {outcome.module}:{outcome.qualname} ({outcome.reason})")
 
     def _summary(self, patch: Patch) -> Record:
         if self._blocked is not None:
@@ -223,15 +230,20 @@ class Activation:
         return summarise(patch, tuple(self._target_record(patch, target) for target in patch.targets))
 
     def _target_record(self, patch: Patch, target: Target) -> TargetRecord:
-        if missed := patching.uncovered(patch.name, target):
-            return _record(target, State.FAILED, f"could not be wrapped: {missed}")
-        return self._outcomes.get(target) or _forecast(target)
+        if trouble := wrapping.trouble(patch.name, target):
+            return _record(target, State.FAILED, trouble)
+        return self._outcomes.get(target) or _forecast(patch, target)
+
+    def _report_uncovered(self, patch: Patch, what: str) -> None:
+        say(f"{patch.name} is failed for a class that was made later: {what}. {patch.env}=0 silences this.")
+        if self._toggles is not None and self._toggles.strict:
+            raise StrictError(f"{patch.name}: {what}. {toggles.STRICT}=1 stops here. Way out: {patch.env}=0.")
 
     def _restore_all(self) -> None:
         refused = []
         for patch in reversed(self._catalog):
             try:
-                patching.restore(patch.name)
+                wrapping.restore(patch.name)
             except RestoreError as error:
                 refused.append(str(error))
             else:
@@ -245,13 +257,16 @@ def _record(target: Target, state: State, reason: str, expected: State | None = 
     return TargetRecord(target.module, target.qualname, state, reason, expected or state)
 
 
-def _examine(target: Target) -> tuple[State, str, Wrapper | None]:
+def _examine(patch: Patch, target: Target) -> tuple[State, str, Wrapper | None]:
     """Read the target's source: the state to be in, why, and the wrapper that brings it there."""
     package = target.module.partition(".")[0]
-    source = probe.locate(package)
-    if source is None:
-        return State.ABSENT, f"{package} is not installed", None
     try:
+        source = probe.locate(package)
+        if source is None:
+            return State.ABSENT, f"{package} is not installed", None
+        siblings = [other.module for other in patch.targets if other.module.startswith(f"{package}.")]
+        if patch.atomic and len({source.file(module) is None for module in siblings}) > 1:
+            return State.DRIFTED, f"this release has only part of the modules that {patch.name} wraps", None
         verdict = probe.judge(source, target.module, target.qualname, target.known, target.question)
     except Exception as error:  # whatever it is, it must not break the import of verl; status shows it
         return State.FAILED, f"its source cannot be judged: {type(error).__name__}: {error}", None
@@ -259,8 +274,8 @@ def _examine(target: Target) -> tuple[State, str, Wrapper | None]:
     return state, _WHY[state], wrapper
 
 
-def _forecast(target: Target) -> TargetRecord:
-    state, reason, wrapper = _examine(target)
+def _forecast(patch: Patch, target: Target) -> TargetRecord:
+    state, reason, wrapper = _examine(patch, target)
     if wrapper is None:
         return _record(target, state, reason)
     return _record(target, State.PENDING, f"{reason}; its module is not imported yet", expected=state)
@@ -281,13 +296,19 @@ deactivate = _process.deactivate
 status = _process.status
 
 
+def is_own_command_line() -> bool:
+    """Whether this process is ``verl-fixes`` or ``python -m verl_fixes``."""
+    program = getattr(sys, "argv", [""])[0]
+    return os.path.basename(program) == "verl-fixes" or sys.orig_argv[1:3] == ["-m", "verl_fixes"]
+
+
 def activate_on_import() -> None:
     """What ``import verl_fixes`` does: activate, and never break the program that imports us, unless strict."""
     try:
         activate()
     except Exception as error:
         _process.block(error)
-        warn(f"nothing is applied in this process: {type(error).__name__}: {error}")
+        say(f"nothing is applied in this process: {type(error).__name__}: {error}")
         if toggles.is_strict(os.environ):
             _process.refuse_imports(error)
             raise

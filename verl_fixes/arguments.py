@@ -12,8 +12,8 @@ class Call:
     """The arguments of one call, found and replaced by name; everything else passes through as it came.
 
     Args:
-        function: what is called. Where its own signature says only ``*args``, as that of a subclass's override may,
-            the names of ``upstream`` hold for the positions.
+        function: what is called. A subclass's override may say only ``*args``, or call a parameter something else:
+            where it does not know a name, the position in ``upstream`` decides.
         upstream: parameter names of verl's method, ``self`` first.
     """
 
@@ -21,37 +21,47 @@ class Call:
         self, function: Callable[..., Any], upstream: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._function = function
-        self._order, self._defaults = _parameters(function, upstream)
+        self._order, self._defaults = _parameters(function)
+        self._upstream = upstream
         self._args = args
         self._kwargs = kwargs
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._kwargs:
-            return self._kwargs[name]
-        position = self._order.index(name) if name in self._order else len(self._args)
+        position, name_there = self._find(name)
+        if name_there in self._kwargs:
+            return self._kwargs[name_there]
         if position < len(self._args):
             return self._args[position]
-        if name in self._defaults:
-            return self._defaults[name]
+        if name_there in self._defaults:
+            return self._defaults[name_there]
         raise TypeError(f"{self._function.__qualname__}() was called without {name!r}")
 
     def __call__(self, **replaced: Any) -> Any:
         """Call the function, with other values for some of the arguments."""
         args, kwargs = list(self._args), dict(self._kwargs)
         for name, value in replaced.items():
-            position = self._order.index(name) if name in self._order else len(args)
-            if name in kwargs or position >= len(args):
-                kwargs[name] = value
+            position, name_there = self._find(name)
+            if name_there in kwargs or position >= len(args):
+                kwargs[name_there] = value
             else:
                 args[position] = value
         return self._function(*args, **kwargs)
 
+    def _find(self, name: str) -> tuple[int, str]:
+        """Position among the positional arguments, and the function's own name for the parameter."""
+        if name in self._kwargs:
+            return len(self._args), name
+        if name in self._order:
+            return self._order.index(name), name
+        if name not in self._upstream:
+            return len(self._args), name
+        position = self._upstream.index(name)
+        return position, self._order[position] if position < len(self._order) else name
+
 
 @functools.lru_cache(maxsize=256)
-def _parameters(function: Callable[..., Any], upstream: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names in the order of positional arguments, and the defaults."""
     parameters = inspect.signature(function).parameters.values()
     order = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        order += upstream[len(order) :]
     return order, {p.name: p.default for p in parameters if p.default is not p.empty}

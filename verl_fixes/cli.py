@@ -11,10 +11,11 @@ from pathlib import Path
 import click
 
 from verl_fixes import toggles
-from verl_fixes.activation import status
+from verl_fixes.activation import activate
 from verl_fixes.catalog import CATALOG
 from verl_fixes.errors import ToggleError
 from verl_fixes.patch import Patch
+from verl_fixes.records import Record
 from verl_fixes.version import __version__
 
 EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
@@ -32,8 +33,7 @@ def status_command(as_json: bool) -> None:
     """What is or will be fixed in the installed verl, and why. Imports neither verl nor torch."""
     from verl_fixes import report
 
-    _check_environment()
-    records = status()
+    records = _activated()
     if as_json:
         click.echo(report.as_json(records))
     else:
@@ -51,9 +51,9 @@ def explain(name: str) -> None:
     """What goes wrong without the patch NAME, who is hit, what it does, how to switch it off."""
     from verl_fixes import report
 
-    _check_environment()
+    records = _activated()
     patch = _patch(name)
-    record = next(record for record in status() if record.name == patch.name)
+    record = next(record for record in records if record.name == patch.name)
     click.echo(report.explanation(patch, record), nl=False)
     sys.exit(1 if report.in_trouble([record]) else 0)
 
@@ -89,8 +89,13 @@ def with_external_module(value: str) -> str:
     return value if "verl_fixes" in modules else ",".join([*modules, "verl_fixes"])
 
 
+def _activated() -> list[Record]:
+    _check_environment()
+    return activate()
+
+
 def _check_environment() -> None:
-    """Turn a toggle that names nothing into a usage error; importing the package has only warned of it."""
+    """Turn a toggle that names nothing into a usage error."""
     try:
         toggles.read(os.environ, CATALOG)
     except ToggleError as error:

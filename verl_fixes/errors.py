@@ -27,5 +27,9 @@ class RestoreError(VerlFixesError):
     """Somebody wrapped one of our targets again, so the original cannot be put back without losing their wrapper."""
 
 
+class UncountedError(VerlFixesError):
+    """The number by which Megatron would divide every gradient is not known."""
+
+
 class UnsupportedSettingError(VerlFixesError, ValueError):
     """A combination of verl settings whose gradients would be wrong. Also a ValueError, as upstream raises it."""

@@ -64,9 +64,9 @@ def _run(module: ModuleType, name: str, callback: Callback) -> None:
 
 def _watch(module: ModuleType, name: str, callback: Callback) -> None:
     spec = module.__spec__
-    if type(spec) is not ModuleSpec:
+    if type(spec) not in (ModuleSpec, _WatchedSpec):
         return  # an exotic loader; status() looks again
-    setattr(spec, _CALLBACK, lambda: _after_import(module, name, callback))
+    vars(spec).setdefault(_CALLBACKS, []).append(lambda: _after_import(module, name, callback))
     spec.__class__ = _WatchedSpec
 
 
@@ -77,7 +77,7 @@ def _after_import(module: ModuleType, name: str, callback: Callback) -> None:
         when_imported(name, callback)  # this import failed; wait for the next one
 
 
-_CALLBACK = "_verl_fixes_callback"
+_CALLBACKS = "_verl_fixes_callbacks"
 
 
 class _WatchedSpec(ModuleSpec):
@@ -92,4 +92,5 @@ class _WatchedSpec(ModuleSpec):
         vars(self)["_initializing"] = value
         if not value:
             self.__class__ = ModuleSpec  # type: ignore[assignment]
-            vars(self).pop(_CALLBACK)()
+            for callback in vars(self).pop(_CALLBACKS):
+                callback()

@@ -68,14 +68,16 @@ def locate(package: str) -> Source | None:
 
 
 def judge(source: Source, module: str, qualname: str, known: Mapping[str, Verdict], question: Question) -> Verdict:
-    """Tell buggy from fixed, absent and drifted for one target.
+    """Tell buggy from fixed, absent (no such module) and drifted for one target.
 
     Raises:
         OSError, SyntaxError: the file is there but cannot be read.
     """
+    if source.file(module) is None:
+        return Verdict.ABSENT
     function = source.function(module, qualname)
     if function is None:
-        return Verdict.ABSENT
+        return Verdict.DRIFTED  # renamed or moved: whether the bug went along cannot be told
     return known.get(fingerprint(function)) or question(function, source)
 
 
@@ -110,15 +112,25 @@ def _parse(file: Path, mtime_ns: int) -> ast.Module:
 
 
 def _find(tree: ast.Module, qualname: str) -> Function | None:
-    scope: ast.Module | ast.ClassDef = tree
+    body = list(_statements(tree.body))
     *class_names, name = qualname.split(".")
     for class_name in class_names:
-        inner = next((n for n in scope.body if isinstance(n, ast.ClassDef) and n.name == class_name), None)
-        if inner is None:
+        classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name == class_name]
+        if not classes:
             return None
-        scope = inner
-    functions = [n for n in scope.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == name]
+        body = list(_statements(classes[-1].body))
+    functions = [n for n in body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == name]
     return functions[-1] if functions else None
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of one scope, those under if, try and with included."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, (ast.If, ast.Try, ast.With)):
+            for field in ("body", "handlers", "orelse", "finalbody"):
+                for inner in getattr(statement, field, []):
+                    yield from _statements(inner.body if isinstance(inner, ast.ExceptHandler) else [inner])
 
 
 def mentions(node: ast.AST, word: str) -> bool:

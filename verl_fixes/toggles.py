@@ -16,7 +16,7 @@ from verl_fixes.patch import Patch
 ALL = "VERL_FIXES"
 STRICT = "VERL_FIXES_STRICT"
 LOG = "VERL_FIXES_LOG"
-LOG_LEVELS = ("debug", "info", "warning", "off")
+LOG_LEVELS = ("debug", "info", "warning")
 
 _ON = frozenset({"1", "true", "on", "yes"})
 _OFF = frozenset({"0", "false", "off", "no"})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 
@@ -19,7 +20,7 @@ def map_tree(change: Callable[[Any], Any], tree: Any) -> Any:
     """
     if isinstance(tree, Mapping):
         changed = {key: new for key, old in tree.items() if (new := map_tree(change, old)) is not old}
-        return _replace_items(tree, changed) if changed else tree
+        return replace_items(tree, changed) if changed else tree
     if isinstance(tree, (list, tuple)):
         items = [map_tree(change, old) for old in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
@@ -28,15 +29,14 @@ def map_tree(change: Callable[[Any], Any], tree: Any) -> Any:
     return change(tree)
 
 
-def _replace_items(tree: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    if type(tree) is dict:
+def replace_items(tree: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A shallow copy with other values for some keys. Subclasses of dict and other mutable mappings keep their type."""
+    if type(tree) is dict or not isinstance(tree, MutableMapping):
         return {**tree, **changed}
-    if not hasattr(tree, "copy") or not hasattr(tree, "__setitem__"):
-        return {**tree, **changed}  # a read-only mapping
-    copy = tree.copy()
+    new = copy.copy(tree) if isinstance(tree, dict) or not hasattr(tree, "copy") else tree.copy()
     for key, value in changed.items():
-        copy[key] = value
-    return copy
+        new[key] = value
+    return new
 
 
 def rebuild(tree: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:

@@ -51,7 +51,7 @@ def test_with_the_fix_nothing_is_attached_and_nothing_else_changes(shipped: Any)
 
 def test_engines_of_the_users_own() -> None:
     answer = call(f"{JOBS}:registered")
-    attached = {"own": 2, "heir": 3, "mixed": 2, "pipeline": 2, "silent": 0}
+    attached = {"own": 2, "heir": 3, "mixed": 2, "pipeline": 2, "silent": 0, "adds": 2}
     for phase in ("stock", "back"):
         for engines in answer[phase].values():
             assert {name: result[0] for name, result in engines.items()} == attached
@@ -60,6 +60,19 @@ def test_engines_of_the_users_own() -> None:
         for name, (_, pair, gradient) in engines.items():
             assert pair == (None if name == "silent" else "Pair")
             assert gradient == answer["stock"][when][name][2]
+
+
+def test_subclasses_of_a_shipped_engine_may_use_what_super_reports(release: str) -> None:
+    answer = call(f"{JOBS}:heirs")
+    for phase in ("stock", "fixed", "back"):
+        for when in ("early", "late"):
+            adds, replaces = (answer[phase][when][name] for name in ("adds", "replaces"))
+            if release < "0.9" or phase == "fixed":
+                assert (adds[0] > 0, replaces[0] > 0) == (phase != "fixed", phase != "fixed")
+            assert adds[1] == answer["stock"]["early"]["adds"][1]
+            assert replaces[1] == answer["stock"]["early"]["replaces"][1]
+    if release < "0.9":
+        assert answer["fixed"]["late"]["adds"][1][1][0] > 0  # the entropy's part of the gradient
 
 
 def test_memory_is_flat_over_the_micro_batches(release: str) -> None:

@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {} if RELEASE == "0.7.0" else {
 }  # fmt: skip
 LOSSES = {mode: {"mode": mode} for mode in MODES} | {"one micro-batch": {"micro_batches": 1}} | LAYOUTS
 ROUTER = {"z_loss_coeff": 1e-3, "aux_loss_coeff": 1e-2}
+HEIRS = ("same", "doubles", "own fix", "selects")
 SPLITS = {"one": {"micro_batches": 1}, "four": {"micro_batches": 4}}
 
 
@@ -57,7 +58,8 @@ ONE_PROCESS = {
     "value on": flag(True, {"value": {"loss": "value"}}, moe=False, value_head=True),
     "three off": flag(False, {"three": {"repeat": 3, "micro_batches": 3}}),
     "three on": flag(True, {"three": {"repeat": 3, "micro_batches": 3}}),
-    "heirs on": flag(True, {name: {"heir": name} for name in ("same", "doubles", "own fix")}),
+    "heirs on": flag(True, {name: {"heir": name} for name in HEIRS}),
+    "late heirs on": flag(True, {name: {"heir": name, "late": True} for name in HEIRS}),
     "memory": flag(False, {"few": {"repeat": 8, "micro_batches": 4}, "many": {"repeat": 8, "micro_batches": 64}}),
     "dynamic on": {**flag(True, {"ppo": {}}), "engine_config": {"dynamic_context_parallel": True}},
 }
@@ -166,14 +168,16 @@ def test_the_loss_is_taken_before_it_is_scaled_and_not_divided_afterwards(alone:
     assert relative_error(alone.gradient("fixed", "three on", "three"), off(alone, "three", "three off")) <= EXACT
 
 
-def test_engines_that_override_the_method(alone: Steps) -> None:
+@pytest.mark.parametrize("made", ["heirs on", "late heirs on"])
+def test_engines_that_override_the_methods(alone: Steps, made: str) -> None:
     reference = off(alone, "token-mean")
-    cases = alone.answers["heirs on"]
+    cases = alone.answers[made]
     for heir in ("same", "doubles"):
         assert cases[heir]["stock"]["elements"] == [2] if BUGGY else isinstance(cases[heir]["stock"], str)
         assert cases[heir]["fixed"]["elements"] == [3]
-    assert relative_error(alone.gradient("fixed", "heirs on", "same"), reference) <= EXACT
-    assert relative_error(alone.gradient("fixed", "heirs on", "doubles"), 2 * reference) <= EXACT
+    for heir in ("same", "selects"):
+        assert relative_error(alone.gradient("fixed", made, heir), reference) <= EXACT
+    assert relative_error(alone.gradient("fixed", made, "doubles"), 2 * reference) <= EXACT
     assert cases["own fix"]["fixed"]["tokens"] == [7] * 4  # it does what the fix would do, in its own way
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -64,5 +66,16 @@ def test_the_rest_of_the_output_is_what_stock_computes(answer: Any) -> None:
 
 def test_overrides_in_subclasses(release: str) -> None:
     answer = call(f"{JOBS}:override")
-    assert answer["stock"] == answer["back"] == ["Tensor"] * 3
-    assert answer["fixed"] == ["float"] * 3
+    assert answer["stock"] == answer["back"] == ["Tensor"] * 4
+    assert answer["fixed"] == ["float"] * 4
+
+
+def test_a_dtensor_is_put_together_only_where_all_of_its_processes_take_part() -> None:
+    with socket.socket() as probe, ThreadPoolExecutor(2) as pool:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        jobs = [pool.submit(call, f"{JOBS}:on_some_ranks", timeout=90, rank=rank, port=port) for rank in (0, 1)]
+        answers = [job.result() for job in jobs]
+    assert [answer["together"] for answer in answers] == [[1.5, 2.0, [0.0, 1.0]]] * 2
+    assert answers[0]["alone"] == [1.5, True, True]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import io
 import json
 import sys
 import threading
@@ -107,12 +109,82 @@ def test_refine_goes_around_code_that_upstream_fixed_in_part(toy: Toy, active: A
 
 
 def test_absent_code_and_absent_packages(toy: Toy, active: Active) -> None:
-    module = toy.write("m", "x = 1\n")
-    activation = active(patch_f(module), make_patch(make_target("no_such_package.m", "f"), name="other"))
+    activation = active(patch_f(f"{toy.name}.none"), make_patch(make_target("no_such_package.m", "f"), name="other"))
     assert states(activation) == [("absent", "absent")] * 2
     assert activation.status()[1].reason == "no_such_package is not installed"
-    toy.load("m")
-    assert states(activation) == [("absent", "absent")] * 2
+
+
+def test_an_atomic_patch_does_not_go_in_where_part_of_its_code_is_missing(toy: Toy, active: Active) -> None:
+    module = toy.write("m", BUGGY)
+    targets = (make_target(module, "f", first), make_target(f"{toy.name}.none", "f", first))
+    loose = active(make_patch(*targets, name="loose", atomic=False))
+    assert states(loose) == [("pending", "applied")]
+    loose.deactivate()
+    activation = active(make_patch(*targets))
+    assert states(activation) == [("drifted", "drifted")]
+    activation.deactivate()
+    alone = active(make_patch(*targets, name="alone"))
+    assert toy.load("m").f(1) == (1, "BUG")
+    assert [target.state for target in alone.status()[0].targets] == [State.DRIFTED] * 2
+
+
+def test_reloading_a_module_brings_the_fix_back(toy: Toy, active: Active) -> None:
+    module = toy.write("m", "class C:\n    def f(self, x):\n        return x, 'BUG'\n")
+    wrapper = lambda original, self, x: original(self, x)[0] + 1  # noqa: E731
+    activation = active(make_patch(make_target(module, "C.f", wrapper)))
+    m = toy.load("m")
+    assert m.C().f(1) == 2
+    importlib.reload(m)
+    assert states(activation) == [("applied", "applied")]
+    assert m.C().f(1) == 2
+    del sys.modules[module]
+    again = toy.load("m")
+    assert states(activation) == [("applied", "applied")]
+    assert again.C().f(1) == 2
+
+
+def test_a_wrapper_that_somebody_replaced_is_not_called_applied(toy: Toy, active: Active) -> None:
+    module = toy.write("m", BUGGY)
+    activation = active(patch_f(module))
+    m = toy.load("m")
+    ours, m.f = m.f, lambda x: x
+    record = activation.status()[0]
+    assert record.state is State.FAILED
+    assert "m.f was replaced by" in record.reason
+    m.f = ours
+    assert states(activation) == [("applied", "applied")]
+
+
+def test_a_later_class_that_cannot_be_wrapped_is_said_so_and_in_strict_mode_is_an_error(
+    toy: Toy, active: Active, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = toy.write("m", "class C:\n    def f(self, x):\n        return 'BUG'\n")
+    patch = make_patch(make_target(module, "C.f"))
+    activation = active(patch)
+    m = toy.load("m")
+
+    class Odd(m.C):  # type: ignore[misc, name-defined]
+        f = len
+
+    assert "add-one is failed for a class that was made later" in capsys.readouterr().err
+    assert activation.status()[0].state is State.FAILED
+    activation.deactivate()
+    activation = active(patch, strict=False)
+    del Odd.f
+    activation.activate(strict=True)
+    with pytest.raises(StrictError, match=r"Odder\.f could not be wrapped"):
+
+        class Odder(m.C):  # type: ignore[misc, name-defined]
+            f = len
+
+
+def test_a_broken_stderr_does_not_break_the_import(toy: Toy, active: Active, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = toy.write("m", "def f(x):\n    return x\n")
+    active(patch_f(module))
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    assert toy.load("m").f(1) == 1
 
 
 def test_drifted_code_is_left_alone_and_said_so_once(
@@ -294,7 +366,12 @@ def test_deactivate_refuses_when_somebody_wrapped_on_top_and_restores_the_rest(t
     activation = active(patch_f(module), patch_f(other, name="other"))
     m, n = toy.load("m"), toy.load("n")
     ours = m.f
-    m.f = functools.partial(ours)
+
+    @functools.wraps(ours)
+    def on_top(x: int) -> object:
+        return ours(x)
+
+    m.f = on_top
     with pytest.raises(RestoreError, match="add-one"):
         activation.deactivate()
     assert n.f(1) == (1, "BUG")

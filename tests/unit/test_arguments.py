@@ -28,6 +28,17 @@ def rest(self: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return stock(self, *args, **kwargs)
 
 
+def renamed(self: int, batch: int, loss_fn: int, flag: bool = False, new: int = 7) -> tuple[Any, ...]:
+    return stock(self, batch, loss_fn, flag, new)
+
+
+def test_an_override_may_call_its_parameters_something_else() -> None:
+    for args, kwargs in (((1, 2, 3), {}), ((1, 2), {"loss_fn": 3})):
+        call = Call(renamed, UPSTREAM, args, kwargs)
+        assert (call["data"], call["loss"], call["flag"]) == (2, 3, False)
+        assert call(loss=30, data=20) == (1, 20, 30, False, 7)
+
+
 CALLS = [((1, 2, 3), {}), ((1, 2), {"loss": 3}), ((1,), {"data": 2, "loss": 3, "new": 9}), ((1, 2, 3, True), {})]
 
 

@@ -83,12 +83,23 @@ def test_a_known_fingerprint_wins_over_the_question(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("qualname", ["C.g", "D.f", "f", "C.f.g"])
-def test_missing_code_is_absent(toy: Toy, qualname: str) -> None:
+def test_a_module_that_is_there_without_the_code_has_drifted(toy: Toy, qualname: str) -> None:
     module = toy.write("m", "class C:\n    def f(self):\n        return 'BUG'\n")
     source = locate(toy.name)
     assert source is not None
-    assert judge(source, module, qualname, {}, judge_by_words) is Verdict.ABSENT
+    assert judge(source, module, qualname, {}, judge_by_words) is Verdict.DRIFTED
     assert judge(source, f"{toy.name}.none", "C.f", {}, judge_by_words) is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("place", ["if True:", "try:", "with open(__file__):", "for _ in ():"])
+def test_code_under_a_condition_is_found(toy: Toy, place: str) -> None:
+    end = "except ImportError:\n    pass\n" if place == "try:" else ""
+    code = "    class C:\n        if 1:\n            def f(self):\n                return 'BUG'\n"
+    module = toy.write("m", f"{place}\n{code}{end}")
+    source = locate(toy.name)
+    assert source is not None
+    found = judge(source, module, "C.f", {}, judge_by_words)
+    assert found is (Verdict.DRIFTED if place.startswith("for") else Verdict.BUGGY)
 
 
 def test_nothing_is_imported_and_an_edited_file_is_read_again(toy: Toy) -> None:

@@ -93,6 +93,14 @@ def test_other_mappings_keep_their_type_where_they_can() -> None:
     assert default["a"] == 1
     assert map_tree(replace, MappingProxyType({"a": Marked(1)})) == {"a": "<1>"}
 
+    class Attributes(dict[str, Any]):
+        note = ""
+
+    own = Attributes(a=Marked(1))
+    own.note = "kept"
+    changed = map_tree(replace, own)
+    assert (type(changed), changed, changed.note, own) == (Attributes, {"a": "<1>"}, "kept", {"a": 1})
+
 
 @pytest.mark.parametrize("leaf", [{Marked(1)}, "text", b"bytes", range(3), object()], ids=repr)
 def test_other_containers_are_leaves(leaf: Any) -> None:

@@ -16,22 +16,25 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, MutableMapping
 from types import ModuleType
 from typing import Any
 
-from verl_fixes.patch import Patch, Target, cover
+from verl_fixes.patch import Patch, Target
 from verl_fixes.probe import Function, Source, Verdict, mentions, method_calls
-from verl_fixes.trees import map_tree, rebuild
+from verl_fixes.trees import map_tree, rebuild, replace_items
+from verl_fixes.wrapping import cover
 
 _METHODS = ("forward_step", "postprocess_micro_batch_func")
+_inside = threading.local()
 
 
 def detach_tree(tree: Any) -> Any:
     """Detach every graph-attached tensor in nested mappings, lists and tuples (named ones too).
 
     What is not attached comes back as the same object, containers included. Nested (jagged) tensors are detached as
-    they are, never rebuilt. Sources: verl#6699, verl#7874, verl#7166.
+    they are, never rebuilt. Dataclasses are not looked into. Sources: verl#6699, verl#7874, verl#7166.
     """
     import torch
 
@@ -41,21 +44,30 @@ def detach_tree(tree: Any) -> Any:
     return map_tree(detach, tree)
 
 
-def detach_model_output(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def detach_model_output(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a method that returns ``(loss, output)`` or ``(loss, num_tokens, output)`` for a micro-batch.
 
-    Anything else comes back as it is: Megatron's ``forward_step`` returns the logits and a closure.
+    An override that calls ``super()`` gets what stock returns, attached: it may add to the loss with it. The outermost
+    of the wrapped methods detaches. Anything else comes back as it is: Megatron's ``forward_step`` returns the logits
+    and a closure.
     """
-    result = original(*args, **kwargs)
-    if not isinstance(result, tuple) or not result:
+    engines = _inside.__dict__.setdefault("engines", set())
+    if id(self) in engines:
+        return original(self, *args, **kwargs)
+    engines.add(id(self))
+    try:
+        result = original(self, *args, **kwargs)
+    finally:
+        engines.remove(id(self))
+    if not isinstance(result, (tuple, list)) or not result:
         return result
     output = result[-1]
-    if not isinstance(output, dict) or "model_output" not in output:
+    if not isinstance(output, MutableMapping) or "model_output" not in output.keys():  # noqa: SIM118 (TensorDict)
         return result
     detached = detach_tree(output["model_output"])
     if detached is output["model_output"]:
         return result
-    return rebuild(result, [*result[:-1], {**output, "model_output": detached}])
+    return rebuild(result, [*result[:-1], replace_items(output, {"model_output": detached})])
 
 
 def cover_registered(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +97,7 @@ def _cover(engine_class: Any) -> None:
     for method in _METHODS:
         owner = next((base for base in engine_class.__mro__ if method in vars(base)), None)
         if owner is not None and (owner.__module__, f"{owner.__qualname__}.{method}") not in _SHIPPED:
-            cover(PATCH.name, _REGISTRY, owner, method, detach_model_output)
+            cover(PATCH, _REGISTRY, owner, method, detach_model_output)
 
 
 def _detaches_outputs(function: Function, source: Source) -> Verdict:
@@ -174,9 +186,9 @@ PATCH = Patch(
     ),
     does=(
         "Detaches every tensor in output['model_output'] when the micro-batch is done: Megatron (MindSpeed), FSDP "
-        "(VeOmni), torchtitan, automodel, and every class registered with EngineRegistry. The live loss is not "
-        "touched, so gradients are the same. Memory that verl keeps for other reasons is not freed: on 0.7.0 to 0.8.0 "
-        "the detached outputs themselves still grow with the mini-batch."
+        "(VeOmni), torchtitan, automodel, their subclasses, and every class registered with EngineRegistry. The live "
+        "loss is not touched, so gradients are the same. Memory that verl keeps for other reasons is not freed: on "
+        "0.7.0 to 0.8.0 the detached outputs themselves still grow with the mini-batch."
     ),
     removable="With verl 0.9.1, except for engines of your own.",
     upstream=(

@@ -24,7 +24,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from verl_fixes.arguments import Call
-from verl_fixes.errors import UnsupportedSettingError
+from verl_fixes.errors import UncountedError, UnsupportedSettingError
 from verl_fixes.patch import Patch, Target
 from verl_fixes.probe import Function, Source, Verdict, mentions
 
@@ -91,8 +91,8 @@ def _as_list(value: Any) -> Sequence[Any]:
 
 
 def _in_force(engine: Any, loss_function: Any) -> bool:
-    config = engine.tf_config
-    return config is not None and bool(config.calculate_per_token_loss) and loss_function is not None
+    config = getattr(engine, "tf_config", None)
+    return loss_function is not None and bool(getattr(config, "calculate_per_token_loss", False))
 
 
 def _dynamic_context_parallel(engine: Any) -> bool:
@@ -130,7 +130,8 @@ def _reject_dynamic_context_parallel() -> NoReturn:
 def count_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``forward_backward_batch(self, data, loss_function, forward_only)`` of verl up to 0.8.0.
 
-    One all-reduce over data parallel ranks per mini-batch; the sum travels with the micro-batches.
+    One all-reduce over data parallel ranks per mini-batch; the sum travels with the micro-batches. Below an override
+    that calls ``super()`` it is counted again, for the data that the override passed on.
     """
     call = Call(original, _MINI_BATCH, args, kwargs)
     engine, data = call["self"], call["data"]
@@ -139,8 +140,6 @@ def count_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     if _dynamic_context_parallel(engine):
         _reject_dynamic_context_parallel()
     reject_unsupported(engine)
-    if getattr(engine, _COUNTING, False):  # a subclass's override that calls super(): counted outside already
-        return call()
 
     import torch
     from verl.utils import tensordict_utils as tu
@@ -149,14 +148,7 @@ def count_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     routed = routed_tokens(data).to(get_device_id())
     torch.distributed.all_reduce(routed, group=engine.get_data_parallel_group())
     tu.assign_non_tensor(data, **{_ROUTED: routed.item()})
-    setattr(engine, _COUNTING, True)
-    try:
-        return call()
-    finally:
-        delattr(engine, _COUNTING)
-
-
-_COUNTING = "_verl_fixes_counting"
+    return call()
 
 
 def check_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -235,11 +227,20 @@ def _three_tuple(
     from megatron.core import parallel_state as mpu
     from verl.utils import tensordict_utils as tu
 
-    tokens = routed_tokens(data)
+    tokens = engine._routed_num_tokens(data) if upstream_has_it else routed_tokens(data)
     routed = tu.get_non_tensor_data(data, key=_ROUTED, default=None)
     dp_size = tu.get_non_tensor_data(data, key="dp_size", default=1)
+    if routed is None:
+        if dp_size != 1 or data["num_micro_batch"] != 1:
+            raise UncountedError(
+                "per-token-loss: the routed tokens of this mini-batch were not counted, because an override of "
+                "forward_backward_batch passes other data on than what it got. Way out: call "
+                "super().forward_backward_batch() in it, or calculate_per_token_loss=False, or "
+                "VERL_FIXES_PER_TOKEN_LOSS=0 for stock verl without the fix."
+            )
+        routed = tokens
     local = local_share(tokens, mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank())
-    return loss * (tokens if routed is None else routed) / dp_size, local, output
+    return loss * routed / dp_size, local, output
 
 
 def _unscaled(original: Callable[..., Any], scaled: Any, recorded: _RecordedLoss, data: Any) -> Any:

@@ -21,17 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 from verl_fixes.patch import Patch, Target
 from verl_fixes.probe import Function, Source, Verdict, mentions, method_calls
-from verl_fixes.trees import map_tree
+from verl_fixes.trees import map_tree, replace_items
 
 if TYPE_CHECKING:
     import torch
 
 
-def plain_numbers(metrics: Any) -> Any:
+def plain_numbers(metrics: Any, ranks: frozenset[int] = frozenset()) -> Any:
     """A copy of a tree of metrics in which every one-element tensor and numpy scalar is a plain Python number.
 
     Args:
         metrics: dicts, lists, tuples (named ones too) and verl ``Metric`` objects, nested at will.
+        ranks: the processes that convert their metrics at the same time. A sharded DTensor can only be put together
+            by all processes of its mesh: one that has others in it is left as it is, or this process would wait for
+            them for ever.
 
     Returns:
         The same tree. One-element tensors of any shape, dtype and device are float, int, bool or complex; larger
@@ -41,24 +44,23 @@ def plain_numbers(metrics: Any) -> Any:
     import numpy as np
     import torch
 
-    scalars: dict[int, torch.Tensor] = {}
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the leaf, so that its id stays its own
 
     def collect(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and _is_scalar(leaf):
-            scalars[id(leaf)] = _local(leaf)
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
+            whole = _whole(leaf.detach(), ranks)
+            if whole is not None:
+                seen[id(leaf)] = (leaf, whole)
         return leaf
 
     _map_metrics(collect, metrics)
+    scalars = {key: whole for key, (_, whole) in seen.items() if whole.numel() == 1}
     numbers = dict(zip(scalars, fetch(list(scalars.values())), strict=True))
 
     def convert(leaf: Any) -> Any:
-        if id(leaf) in numbers:
-            return numbers[id(leaf)]
-        if isinstance(leaf, torch.Tensor):
-            return leaf if leaf.is_meta else _local(leaf).cpu()
-        if isinstance(leaf, np.generic):
-            return leaf.item()
-        return leaf
+        if isinstance(leaf, torch.Tensor) and id(leaf) in seen:
+            return numbers[id(leaf)] if id(leaf) in numbers else seen[id(leaf)][1].cpu()
+        return leaf.item() if isinstance(leaf, np.generic) else leaf
 
     return _map_metrics(convert, metrics)
 
@@ -89,18 +91,28 @@ def fetch(tensors: list[torch.Tensor]) -> list[Any]:
     return numbers
 
 
-def _is_scalar(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 1 and not tensor.is_meta
+def _whole(tensor: torch.Tensor, ranks: frozenset[int]) -> torch.Tensor | None:
+    """The tensor as an ordinary one: of all shards, dense, and without nesting where it has one element.
 
+    None where that cannot be had: on the meta device, or from processes that do not take part.
+    """
+    import torch
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph, whole (DTensor) and strided (one-element nested tensor)."""
-    tensor = tensor.detach()
+    if tensor.is_meta:
+        return None
     if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    if tensor.is_nested and tensor.numel() == 1:
-        tensor = tensor.values()
-    return tensor.to_dense() if tensor.is_sparse else tensor
+        mesh = tensor.device_mesh
+        if all(placement.is_replicate() for placement in tensor.placements):
+            tensor = tensor.to_local()
+        elif mesh.size() == 1 or ranks.issuperset(mesh.mesh.flatten().tolist()):
+            tensor = tensor.full_tensor()
+        else:
+            return None
+    if tensor.numel() != 1:
+        return tensor
+    if tensor.is_nested:
+        return tensor.values() if tensor.layout is torch.jagged else tensor.unbind()[0]
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _map_metrics(change: Callable[[Any], Any], metrics: Any) -> Any:
@@ -122,8 +134,17 @@ def _map_metrics(change: Callable[[Any], Any], metrics: Any) -> Any:
 def convert_metrics(original: Callable[..., Any], self: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``TrainingWorker._postprocess_output(self, output, *, ...)``: ``output["metrics"]`` as plain numbers."""
     if isinstance(output, dict) and "metrics" in output:
-        output = {**output, "metrics": plain_numbers(output["metrics"])}
+        metrics = plain_numbers(output["metrics"], _data_parallel_ranks(self.engine))
+        output = replace_items(output, {"metrics": metrics})
     return original(self, output, *args, **kwargs)
+
+
+def _data_parallel_ranks(engine: Any) -> frozenset[int]:
+    """The ranks that postprocess their output at the same time: verl all-reduces the loss over them right after."""
+    import torch
+
+    group = engine.get_data_parallel_group()
+    return frozenset() if group is None else frozenset(torch.distributed.get_process_group_ranks(group))
 
 
 def _converts_grad_norm(function: Function, source: Source) -> Verdict:

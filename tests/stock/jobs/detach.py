@@ -100,7 +100,13 @@ def _custom_engines() -> dict[str, type]:
         def forward_step(self, weight: torch.Tensor) -> Any:
             return (weight * 2).sum(), {"loss": 0.0, "metrics": {}}
 
-    return {"own": Own, "heir": Heir, "mixed": Mixed, "pipeline": Pipeline, "silent": Silent}
+    @EngineRegistry.register(model_type="custom", backend="adds", device="cpu")
+    class Adds(Own):
+        def forward_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss, output = super().forward_step(*args, **kwargs)
+            return loss + 0.5 * output["model_output"]["hidden"].sum(), output
+
+    return {"own": Own, "heir": Heir, "mixed": Mixed, "pipeline": Pipeline, "silent": Silent, "adds": Adds}
 
 
 def registered() -> dict[str, Any]:
@@ -124,6 +130,46 @@ def registered() -> dict[str, Any]:
         late = _custom_engines()
         return {
             when: {k: attached(v) for k, v in engines.items()} for when, engines in (("early", early), ("late", late))
+        }
+
+    return phases(measure)
+
+
+def heirs() -> dict[str, Any]:
+    """Subclasses of a shipped engine that nobody registers, made before and while the fixes are active."""
+    cls: Any = optional_engines.engine_class("fsdp")
+
+    def make() -> dict[str, type]:
+        class Adds(cls):  # type: ignore[misc]
+            def forward_step(self, *args: Any, **kwargs: Any) -> Any:
+                loss, output = super().forward_step(*args, **kwargs)
+                entropy = output["model_output"]["entropy"].values()
+                output["model_output"]["more"] = entropy * 2
+                return loss + 0.1 * entropy.sum(), output
+
+        class Replaces(cls):  # type: ignore[misc]
+            def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+                inputs, _ = self.prepare_model_inputs(micro_batch)
+                hidden = self.module(**inputs)
+                return hidden.sum(), {"model_output": {"hidden": hidden}}
+
+        return {"adds": Adds, "replaces": Replaces}
+
+    early = make()
+
+    def attached(heir: type) -> list[Any]:
+        engine = optional_engines.build("fsdp")
+        engine.__class__ = heir
+        loss, output = engine.forward_step(optional_engines.micro_batch(), optional_engines.sum_loss, False)
+        loss.backward()
+        gradient = engine.stand_in_model.linear.weight.grad.tolist()
+        return [sum(leaf.requires_grad for leaf in _leaves(output["model_output"])), gradient]
+
+    def measure() -> dict[str, Any]:
+        late = make()
+        return {
+            when: {name: attached(heir) for name, heir in made.items()}
+            for when, made in (("early", early), ("late", late))
         }
 
     return phases(measure)

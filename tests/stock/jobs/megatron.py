@@ -80,12 +80,17 @@ def _heirs(cls: type) -> dict[str, type]:
             loss, report = super().postprocess_micro_batch_func(output, data, **kwargs)
             return loss, torch.tensor(7, dtype=torch.int), report
 
-    return {"same": Same, "doubles": Doubles, "own fix": OwnFix}
+    class Selects(cls):  # type: ignore[misc, valid-type]
+        def forward_backward_batch(self, batch: Any, loss_fn: Any, forward_only: bool = False) -> Any:
+            return super().forward_backward_batch(batch.select(*batch.keys()), loss_fn, forward_only)
+
+    return {"same": Same, "doubles": Doubles, "own fix": OwnFix, "selects": Selects}
 
 
 def _step(engine: Any, heirs: dict[Any, type], case: dict[str, Any], saved: dict[str, Any], key: str) -> dict[str, Any]:
     case = dict(case)
-    engine.__class__ = heirs[case.pop("heir", None)]
+    heir = case.pop("heir", None)
+    engine.__class__ = _heirs(heirs[None])[heir] if case.pop("late", False) else heirs[heir]
     loss = _loss(case.pop("loss", "ppo"), case.pop("mode", "token-mean"))
     forward_only = case.pop("forward_only", False)
     if case.pop("no_loss", False):

@@ -96,6 +96,34 @@ def numbers_only() -> dict[str, Any]:
     return phases(lambda: {k: repr(v) for k, v in fsdp_on_cpu.postprocess(worker, metrics).items() if "perf" not in k})
 
 
+def on_some_ranks(rank: int, port: int) -> dict[str, Any]:
+    """Two processes share a DTensor and only rank 0 postprocesses: converting it must not wait for rank 1."""
+    import datetime
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    from verl_fixes.patches.scalar_metrics import plain_numbers
+
+    address = f"tcp://127.0.0.1:{port}"
+    timeout = datetime.timedelta(seconds=20)
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timeout)
+    mesh = init_device_mesh("cpu", (2,))
+    metrics = {
+        "replicated": DTensor.from_local(torch.tensor([1.5]), mesh, [Replicate()]),
+        "partial": DTensor.from_local(torch.tensor([1.0]), mesh, [Partial()]),
+        "sharded": DTensor.from_local(torch.tensor([float(rank)]), mesh, [Shard(0)]),
+    }
+    together = plain_numbers(metrics, frozenset({0, 1}))
+    answer = {"together": [together["replicated"], together["partial"], together["sharded"].tolist()]}
+    if rank == 0:
+        alone = plain_numbers(metrics, frozenset({0}))
+        answer["alone"] = [alone["replicated"], *(alone[name] is metrics[name] for name in ("partial", "sharded"))]
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return answer
+
+
 def override() -> dict[str, Any]:
     """Workers that override ``_postprocess_output``: with ``super()`` and without, made before and after activation."""
     worker = fsdp_on_cpu.training_worker()
@@ -119,7 +147,7 @@ def override() -> dict[str, Any]:
 
     def measure() -> list[str]:
         kinds = []
-        for heir in (*early, make()[0]):
+        for heir in (*early, *make()):
             worker.__class__ = heir
             result = fsdp_on_cpu.postprocess(worker, {"grad_norm": torch.tensor(1.0), "lr": torch.tensor(0.25)})
             kinds.append(type(result["lr"]).__name__)

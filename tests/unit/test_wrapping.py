@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.unit.conftest import Toy, add_one, make_patch, make_target
-from verl_fixes import patch as patching
+from verl_fixes import wrapping
 from verl_fixes.catalog import check
 from verl_fixes.errors import CatalogError, InstallError, RestoreError
 from verl_fixes.patch import Target
@@ -23,12 +24,14 @@ def put() -> Iterator[Callable[[Toy, str, str], Target]]:
     def install(toy: Toy, module: str, qualname: str) -> Target:
         loaded = toy.load(module)
         target = make_target(loaded.__name__, qualname)
-        patching.install("p", target, add_one, loaded)
+        wrapping.install(PATCH, target, add_one, loaded)
         return target
 
     yield install
-    patching.restore("p")
+    wrapping.restore("p")
 
+
+PATCH = make_patch(name="p")
 
 CLASSES = '''
 class Base:
@@ -72,7 +75,7 @@ def test_an_inherited_method_is_added_to_the_child_only(toy: Toy, put: Callable[
     target = put(toy, "m", "Child.step")
     m = toy.load("m")
     assert (m.Base().step(5), m.Child().step(5), m.GrandChild().step(5)) == (5, 6, 107)
-    patching.restore("p", target)
+    wrapping.restore("p", target)
     assert "step" not in vars(m.Child)
 
 
@@ -85,7 +88,7 @@ def test_restore_puts_the_identical_object_back(toy: Toy, put: Callable[..., Tar
     before = {cls: dict(vars(cls)) for cls in (m.Base, m.Child, m.Override, m.GrandChild)}
     target = put(toy, "m", qualname)
     assert any(dict(vars(cls)) != before[cls] for cls in before)
-    patching.restore("p", target)
+    wrapping.restore("p", target)
     for cls, attributes in before.items():
         assert dict(vars(cls)).keys() == attributes.keys()
         assert all(vars(cls)[name] is value for name, value in attributes.items())
@@ -103,8 +106,8 @@ def test_class_static_and_async_methods_keep_their_kind(toy: Toy, put: Callable[
     async def wrapper(original: Callable[..., Any], *args: Any) -> Any:
         return await original(*args) + 1
 
-    patching.restore("p")
-    patching.install("p", make_target(m.__name__, "Base.later"), wrapper, m)
+    wrapping.restore("p")
+    wrapping.install(PATCH, make_target(m.__name__, "Base.later"), wrapper, m)
     assert asyncio.run(m.Child().later(1)) == 2
 
 
@@ -133,7 +136,7 @@ def test_a_function_is_wrapped_under_every_name_by_which_it_was_imported(toy: To
     assert [f(1) for f in (m.f, m.g, user.f, user.mine)] == [2] * 4
     toy.write("late", f"from {toy.name}.m import f\n")
     assert toy.load("late").f(1) == 2
-    patching.restore("p", target)
+    wrapping.restore("p", target)
     assert all(f is original for f in (m.f, m.g, user.f, user.mine))
 
 
@@ -144,7 +147,7 @@ def test_restore_refuses_when_somebody_wrapped_on_top_and_changes_nothing(toy: T
     ours = m.Base.step
     m.Base.step = lambda self, x: ours(self, x) * 2
     with pytest.raises(RestoreError, match=r"p: Base\.step was replaced by .* Take that wrapper off first"):
-        patching.restore("p")
+        wrapping.restore("p")
     assert m.Base().step(5) == 12
     assert m.Override().step(5) == 51
     m.Base.step = ours
@@ -164,7 +167,7 @@ def test_what_cannot_be_wrapped_is_an_error_that_names_it(toy: Toy, source: str,
     m = toy.load("m")
     before = dict(vars(m))
     with pytest.raises(InstallError) as error:
-        patching.install("p", make_target(m.__name__, qualname), add_one, m)
+        wrapping.install(PATCH, make_target(m.__name__, qualname), add_one, m)
     assert f"{m.__name__}:{qualname} cannot be wrapped" in str(error.value)
     assert words in str(error.value)
     assert vars(m) == before
@@ -175,7 +178,7 @@ def test_half_a_target_is_rolled_back(toy: Toy) -> None:
     m = toy.load("m")
     before = vars(m.Base)["step"]
     with pytest.raises(InstallError, match="not a plain function"):
-        patching.install("p", make_target(m.__name__, "Base.step"), add_one, m)
+        wrapping.install(PATCH, make_target(m.__name__, "Base.step"), add_one, m)
     assert vars(m.Base)["step"] is before
 
 
@@ -193,18 +196,115 @@ def test_a_class_that_refuses_to_be_changed_is_reported(toy: Toy) -> None:
     )
     m = toy.load("m")
     with pytest.raises(InstallError, match="did not stay in place"):
-        patching.install("p", make_target(m.__name__, "Base.step"), add_one, m)
+        wrapping.install(PATCH, make_target(m.__name__, "Base.step"), add_one, m)
 
 
-def test_cover_notes_what_it_cannot_wrap() -> None:
+def test_cover_notes_what_it_cannot_wrap_until_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
-        step = len
+        step: Any = len
 
+    told: list[str] = []
+    monkeypatch.setattr(wrapping, "on_uncovered", lambda patch, what: told.append(what))
     target = make_target("m", "f")
-    patching.cover("covering", target, Engine, "step", add_one)
-    assert "Engine.step: it is a builtin_function_or_method, not a plain function" in patching.uncovered(
-        "covering", target
+    wrapping.cover(PATCH, target, Engine, "step", add_one)
+    assert "Engine.step: it is a builtin_function_or_method, not a plain function" in wrapping.trouble("p", target)
+    assert len(told) == 1
+    Engine.step = lambda self: 1
+    wrapping.cover(PATCH, target, Engine, "step", add_one)
+    assert Engine().step() == 2
+    assert wrapping.trouble("p", target) == ""
+    wrapping.restore("p")
+
+
+def test_subclasses_that_are_made_later(toy: Toy, put: Callable[..., Target]) -> None:
+    toy.write("m", CLASSES)
+    m = toy.load("m")
+    target = put(toy, "m", "Base.step")
+
+    class Late(m.Base):  # type: ignore[misc, name-defined]
+        def step(self, x: int, *, scale: int = 1) -> int:
+            return 1000 * x
+
+    class Later(Late):
+        def step(self, x: int, *, scale: int = 1) -> int:
+            return super().step(x) + 1
+
+    class Silent(m.Base):  # type: ignore[misc, name-defined]
+        pass
+
+    assert (Late().step(1), Later().step(1), Silent().step(1)) == (1001, 1003, 2)
+    wrapping.restore("p", target)
+    assert (Late().step(1), Later().step(1), Silent().step(1)) == (1000, 1001, 1)
+    assert "__init_subclass__" not in vars(m.Base)
+
+
+def test_a_class_keeps_its_own_init_subclass(toy: Toy, put: Callable[..., Target]) -> None:
+    toy.write(
+        "m",
+        """
+        made = []
+        class Base:
+            def __init_subclass__(cls, /, tag, **kwargs):
+                super().__init_subclass__(**kwargs)
+                made.append((cls.__name__, tag))
+            def step(self, x):
+                return x
+        """,
     )
+    m = toy.load("m")
+    before = vars(m.Base)["__init_subclass__"]
+    put(toy, "m", "Base.step")
+
+    class Heir(m.Base, tag=7):  # type: ignore[misc, name-defined, call-arg]
+        def step(self, x: int) -> int:
+            return 10
+
+    assert m.made == [("Heir", 7)]
+    assert Heir().step(1) == 11
+    wrapping.restore("p")
+    assert vars(m.Base)["__init_subclass__"] is before
+
+
+def twice(original: Callable[..., int], *args: object, **kwargs: object) -> int:
+    return original(*args, **kwargs) * 2
+
+
+@pytest.mark.parametrize("order", [("inner", "outer"), ("outer", "inner")])
+@pytest.mark.parametrize("first_out", ["inner", "outer"])
+def test_stacked_patches_go_in_and_out_in_any_order(toy: Toy, order: tuple[str, str], first_out: str) -> None:
+    toy.write("m", CLASSES + "def f(self, x):\n    return x\ng = f\n")
+    m = toy.load("m")
+    originals = (vars(m.Base)["step"], vars(m.Override)["step"], m.f)
+    wrappers = {"inner": add_one, "outer": twice}
+    patches = {"inner": make_patch(name="inner"), "outer": make_patch(name="outer", stacks_on=("inner",))}
+    for name in order:
+        for qualname in ("Base.step", "f"):
+            wrapping.install(patches[name], make_target(m.__name__, qualname), wrappers[name], m)
+    assert (m.Base().step(1), m.Override().step(1), m.f(0, 1), m.g(0, 1)) == (4, 22, 4, 4)
+    assert m.g is m.f
+    wrapping.restore(first_out)
+    assert (m.Base().step(2), m.f(0, 2)) == ((4, 4) if first_out == "inner" else (3, 3))
+    wrapping.restore({"inner": "outer", "outer": "inner"}[first_out])
+    assert (vars(m.Base)["step"], vars(m.Override)["step"], m.f) == originals
+    assert m.g is m.f
+
+
+def test_a_replaced_wrapper_is_noticed_but_not_one_that_was_wrapped_again(toy: Toy, put: Callable[..., Target]) -> None:
+    toy.write("m", CLASSES)
+    m = toy.load("m")
+    target = put(toy, "m", "Base.step")
+    ours = m.Base.step
+    assert wrapping.trouble("p", target) == ""
+
+    @functools.wraps(ours)
+    def on_top(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    m.Base.step = on_top
+    assert wrapping.trouble("p", target) == ""
+    m.Base.step = lambda self, x: x
+    assert "Base.step was replaced by" in wrapping.trouble("p", target)
+    m.Base.step = ours
 
 
 def test_two_patches_may_not_claim_one_target_or_one_name() -> None:

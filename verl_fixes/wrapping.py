@@ -1,0 +1,344 @@
+"""Puts wrappers around functions and methods, under every name by which they are reached, and takes them off again.
+
+Wrappers are plain functions. ``ray.remote`` pickles the methods of an actor class by value, and cloudpickle sees a
+wrapt proxy as the function it wraps: a proxy would be dropped on the way to the worker without a word.
+
+Several patches may wrap one attribute. Such an attribute is a stack of layers around what was there before, so that
+any of them can be taken out, whatever came first.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
+from typing import Any
+
+from verl_fixes.errors import InstallError, RestoreError
+from verl_fixes.patch import Patch, Target, Wrapper
+
+_MISSING: Any = object()
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    patch: Patch
+    target: Target
+    wrapper: Wrapper
+
+
+@dataclass(eq=False)
+class _Stack:
+    """One attribute with our wrappers on it.
+
+    Attributes:
+        spots: where it is reached: owner (class or module), name there, and what the owner itself had there before.
+        base: what the innermost wrapper goes around; inherited where the owner had nothing of its own.
+        layers: innermost first.
+        put: what we set last.
+    """
+
+    spots: tuple[tuple[Any, str, Any], ...]
+    base: Any
+    layers: list[_Layer] = field(default_factory=list)
+    put: Any = _MISSING
+
+    def rebuild(self) -> None:
+        """Set the attribute to what the layers make of it; without any, to the identical object from before."""
+        value = self.base
+        for layer in self.layers:
+            value = _bind_descriptor(layer.wrapper, value)
+        for owner, name, before in self.spots:
+            wanted = value if self.layers else before
+            if wanted is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, wanted)
+                if vars(owner).get(name) is not wanted:
+                    raise InstallError("it did not stay in place when it was set")
+        self.put = value
+
+    def intruder(self) -> str:
+        """What somebody has put where our wrapper was, in words; empty when it is in place or only wrapped again."""
+        for owner, name, _ in self.spots:
+            current = vars(owner).get(name, _MISSING)
+            if not any(link is self.put for link in _unwrapped(current)):
+                return f"{_label(owner)}.{name} was replaced by {current!r}"
+        return ""
+
+    def refuse_if_covered(self) -> None:
+        for owner, name, _ in self.spots:
+            current = vars(owner).get(name, _MISSING)
+            if current is not self.put:
+                raise RestoreError(
+                    f"{self.layers[-1].patch.name}: {_label(owner)}.{name} was replaced by {current!r} after "
+                    "verl-fixes had wrapped it. Take that wrapper off first, then call deactivate() again; nothing of "
+                    "this patch was changed."
+                )
+
+
+_stacks: list[_Stack] = []
+_uncovered: dict[tuple[str, str], dict[str, str]] = {}
+_watched: dict[type, tuple[Any, Any]] = {}
+"""Classes whose future subclasses are looked at: what their ``__init_subclass__`` was, and what it is."""
+
+
+def install(patch: Patch, target: Target, wrapper: Wrapper, module: ModuleType) -> None:
+    """Put ``wrapper`` around one target of an imported module, under every name by which it is reached.
+
+    Raises:
+        InstallError: the target is not there or cannot be wrapped. Nothing of it stays in place.
+    """
+    layer = _Layer(patch, target, wrapper)
+    with _lock:
+        try:
+            owner, name = _owner(module, target.qualname)
+            if owner is module:
+                _wrap_function(module, name, layer)
+            else:
+                _wrap_method(owner, name, layer)
+            if target.on_install is not None:
+                target.on_install(module)
+        except Exception as error:
+            restore(patch.name, target)
+            raise InstallError(f"{target} cannot be wrapped: {type(error).__name__}: {error}") from error
+
+
+def cover(patch: Patch, target: Target, cls: type, name: str, wrapper: Wrapper) -> None:
+    """Wrap a method of a class that turned up later, as part of ``target``: what cannot be wrapped is noted."""
+    with _lock:
+        _noting(_Layer(patch, target, wrapper), cls, name)
+
+
+def restore(patch_name: str, target: Target | None = None) -> None:
+    """Take the wrappers of a patch off, all or those of one target. What nobody else wraps is the identical object.
+
+    Raises:
+        RestoreError: somebody wrapped on top of us. Nothing is changed then.
+    """
+    with _lock:
+        affected = [stack for stack in _stacks if any(_belongs(layer, patch_name, target) for layer in stack.layers)]
+        for stack in affected:
+            stack.refuse_if_covered()
+        for stack in affected:
+            _drop_layers(stack, patch_name, target)
+            stack.rebuild()
+        _forget_empty(patch_name, target)
+
+
+def forget(patch_name: str, target: Target) -> None:
+    """Drop the notes on one target without touching anything: the module or class that it was installed in is gone."""
+    with _lock:
+        for stack in _stacks:
+            _drop_layers(stack, patch_name, target)
+        _forget_empty(patch_name, target)
+
+
+def lives_in(patch_name: str, target: Target, module: ModuleType) -> bool:
+    """Whether the class that was wrapped is the one that the module holds now: not so after a reload."""
+    try:
+        owner, name = _owner(module, target.qualname)
+    except (KeyError, AttributeError):
+        return False
+    return any(
+        owner is spot[0] and name == spot[1]
+        for stack in _stacks
+        if any(_belongs(layer, patch_name, target) for layer in stack.layers)
+        for spot in stack.spots
+    )
+
+
+def trouble(patch_name: str, target: Target) -> str:
+    """What keeps wrappers of a target from running, in words: replaced by somebody, or could not be wrapped."""
+    replaced = (
+        stack.intruder() for stack in _stacks if any(_belongs(layer, patch_name, target) for layer in stack.layers)
+    )
+    missed = (f"{what}: {why}" for what, why in _uncovered.get((patch_name, str(target)), {}).items())
+    return "; ".join(filter(None, (*replaced, *missed)))
+
+
+def _owner(module: ModuleType, qualname: str) -> tuple[Any, str]:
+    *class_names, name = qualname.split(".")
+    owner: Any = module
+    for class_name in class_names:
+        owner = vars(owner)[class_name]
+    return owner, name
+
+
+def _belongs(layer: _Layer, patch_name: str, target: Target | None) -> bool:
+    return layer.patch.name == patch_name and (target is None or layer.target is target)
+
+
+def _drop_layers(stack: _Stack, patch_name: str, target: Target | None) -> None:
+    stack.layers = [layer for layer in stack.layers if not _belongs(layer, patch_name, target)]
+
+
+def _forget_empty(patch_name: str, target: Target | None) -> None:
+    _stacks[:] = [stack for stack in _stacks if stack.layers]
+    for key in [key for key in _uncovered if key[0] == patch_name and (target is None or key[1] == str(target))]:
+        del _uncovered[key]
+    for cls in [cls for cls in _watched if not any(cls is spot[0] for stack in _stacks for spot in stack.spots)]:
+        before, ours = _watched.pop(cls)
+        if vars(cls).get("__init_subclass__") is not ours:
+            continue  # somebody replaced it; ours does nothing any more
+        if before is _MISSING:
+            del cls.__init_subclass__
+        else:
+            cls.__init_subclass__ = before  # type: ignore[method-assign]
+
+
+def _add(stack: _Stack, layer: _Layer) -> None:
+    """Add a layer below those of the patches that stack on it."""
+    if any(other.patch is layer.patch and other.wrapper is layer.wrapper for other in stack.layers):
+        return
+    above = [other for other in stack.layers if layer.patch.name in other.patch.stacks_on]
+    if stack.layers:
+        stack.refuse_if_covered()
+    before = list(stack.layers)
+    stack.layers.insert(stack.layers.index(above[0]) if above else len(stack.layers), layer)
+    try:
+        stack.rebuild()
+    except Exception:
+        stack.layers = before
+        if before:
+            stack.rebuild()
+        raise
+    if stack not in _stacks:
+        _stacks.append(stack)
+
+
+def _wrap_method(cls: type, name: str, layer: _Layer) -> None:
+    """Wrap the method that ``cls`` has, every override in a subclass, and those of subclasses that are made later.
+
+    A method that ``cls`` only inherits is added to ``cls`` itself; the parent keeps its own.
+    """
+    for owner in dict.fromkeys((cls, *_overriding_subclasses(cls, name))):
+        _add(_stack_of(owner, name) or _method_stack(owner, name), layer)
+    _watch_subclasses(cls)
+
+
+def _stack_of(owner: Any, name: str) -> _Stack | None:
+    return next((s for s in _stacks if any(spot[0] is owner and spot[1] == name for spot in s.spots)), None)
+
+
+def _method_stack(cls: type, name: str) -> _Stack:
+    return _Stack(((cls, name, vars(cls).get(name, _MISSING)),), inspect.getattr_static(cls, name))
+
+
+def _overriding_subclasses(cls: type, name: str) -> Iterator[type]:
+    subclass: type
+    for subclass in cls.__subclasses__():
+        if name in vars(subclass):
+            yield subclass
+        yield from _overriding_subclasses(subclass, name)
+
+
+def _watch_subclasses(cls: type) -> None:
+    if cls in _watched:
+        return
+    before = vars(cls).get("__init_subclass__", _MISSING)
+
+    def __init_subclass__(subclass: Any, /, **kwargs: Any) -> None:
+        if before is _MISSING:
+            super(cls, subclass).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        else:
+            before.__get__(None, subclass)(**kwargs)
+        _cover_heir(subclass)
+
+    ours: Any = classmethod(__init_subclass__)
+    cls.__init_subclass__ = ours  # type: ignore[method-assign]
+    _watched[cls] = (before, ours)
+
+
+def _cover_heir(heir: type) -> None:
+    """Wrap what a new subclass overrides of the methods that we have wrapped in its ancestors."""
+    with _lock:
+        ancestors = set(heir.__mro__[1:])
+        for stack in list(_stacks):
+            for owner, name, _ in stack.spots:
+                if owner in ancestors and name in vars(heir):
+                    for layer in list(stack.layers):
+                        _noting(layer, heir, name)
+
+
+def _noting(layer: _Layer, cls: type, name: str) -> None:
+    """Wrap a method; what goes wrong becomes a note for ``status()``, and whoever listens is told."""
+    notes = _uncovered.setdefault((layer.patch.name, str(layer.target)), {})
+    what = f"{cls.__module__}.{cls.__qualname__}.{name}"
+    try:
+        _wrap_method(cls, name, layer)
+    except (InstallError, RestoreError, AttributeError, TypeError) as error:
+        notes[what] = str(error)
+        on_uncovered(layer.patch, f"{what} could not be wrapped: {error}")
+    else:
+        notes.pop(what, None)
+
+
+def _ignore(patch: Patch, what: str) -> None:
+    """Until an activation wants to know."""
+
+
+on_uncovered: Callable[[Patch, str], None] = _ignore
+"""Told of each class that turned up later and could not be wrapped."""
+
+
+def _wrap_function(module: ModuleType, name: str, layer: _Layer) -> None:
+    stack = _stack_of(module, name)
+    if stack is None:
+        original = vars(module)[name]
+        stack = _Stack(tuple((holder, alias, original) for holder, alias in _names_of(original)), original)
+    _add(stack, layer)
+
+
+def _names_of(function: Any) -> Iterator[tuple[ModuleType, str]]:
+    """Every loaded module that knows the function, with its name there: ``from x import f`` binds it early."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            namespace = object.__getattribute__(module, "__dict__")  # does not load a lazy module
+            for name, value in list(namespace.items()):
+                if value is function:
+                    yield module, name
+
+
+def _bind(wrapper: Wrapper, original: Any) -> Any:
+    """A plain function around ``original`` that looks and pickles like it (coroutine-ness and attributes kept)."""
+    if not isinstance(original, FunctionType):
+        raise InstallError(f"it is a {type(original).__name__}, not a plain function")
+
+    if inspect.iscoroutinefunction(original):
+
+        @functools.wraps(original)
+        async def bound(*args: Any, **kwargs: Any) -> Any:
+            return await wrapper(original, *args, **kwargs)
+
+    else:
+
+        @functools.wraps(original)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+    return bound
+
+
+def _bind_descriptor(wrapper: Wrapper, raw: Any) -> Any:
+    if isinstance(raw, (classmethod, staticmethod)):
+        return type(raw)(_bind(wrapper, raw.__func__))
+    return _bind(wrapper, raw)
+
+
+def _unwrapped(value: Any) -> Iterator[Any]:
+    """The value, and what it wraps as ``functools.wraps`` tells it."""
+    seen = 0
+    while value is not _MISSING and value is not None and seen < 100:
+        yield value
+        value = getattr(value, "__wrapped__", None)
+        seen += 1
+
+
+def _label(owner: Any) -> str:
+    return str(getattr(owner, "__qualname__", getattr(owner, "__name__", owner)))
