@@ -67,7 +67,7 @@ def test_subclasses_of_a_shipped_engine_may_use_what_super_reports(release: str)
     for phase in ("stock", "fixed", "back"):
         for when in ("early", "late"):
             adds, replaces = (answer[phase][when][name] for name in ("adds", "replaces"))
-            if release < "0.9" or phase == "fixed":
+            if release < "0.9" or (phase == "fixed" and release < "0.9.1"):  # 0.9.1's own engine is not wrapped
                 assert (adds[0] > 0, replaces[0] > 0) == (phase != "fixed", phase != "fixed")
             assert adds[1] == answer["stock"]["early"]["adds"][1]
             assert replaces[1] == answer["stock"]["early"]["replaces"][1]

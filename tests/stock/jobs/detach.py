@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,9 @@ from verl_fixes.demo import fsdp_on_cpu
 class Pair(NamedTuple):
     first: Any
     second: Any
+
+
+_kinds = itertools.count()
 
 
 def _leaves(tree: Any) -> list[torch.Tensor]:
@@ -62,6 +66,8 @@ def _custom_engines() -> dict[str, type]:
     """Engines as users write and register them."""
     from verl.workers.engine.base import BaseEngine, EngineRegistry
 
+    kind = f"custom {next(_kinds)}"  # 0.9.0 refuses to register a second engine of one kind
+
     def output_of(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         hidden = weight * 2
         return hidden.sum(), {"model_output": {"hidden": hidden, "pair": Pair(hidden, 1)}, "loss": 0.0, "metrics": {}}
@@ -70,23 +76,23 @@ def _custom_engines() -> dict[str, type]:
         def forward_step(self, weight: torch.Tensor, loss_function: Any = None, forward_only: bool = False) -> Any:
             return output_of(weight)
 
-    @EngineRegistry.register(model_type="custom", backend="own", device="cpu")
+    @EngineRegistry.register(model_type=kind, backend="own", device="cpu")
     class Own(BaseEngine):
         def forward_step(self, weight: torch.Tensor, loss_function: Any = None, forward_only: bool = False) -> Any:
             return output_of(weight)
 
-    @EngineRegistry.register(model_type="custom", backend="heir", device="cpu")
+    @EngineRegistry.register(model_type=kind, backend="heir", device="cpu")
     class Heir(Own):
         def forward_step(self, *args: Any, **kwargs: Any) -> Any:
             loss, output = super().forward_step(*args, **kwargs)
             output = {**output, "model_output": {**output["model_output"], "more": args[0] * 3}}
             return loss, output
 
-    @EngineRegistry.register(model_type="custom", backend="mixed", device="cpu")
+    @EngineRegistry.register(model_type=kind, backend="mixed", device="cpu")
     class Mixed(Mixin, BaseEngine):
         pass
 
-    @EngineRegistry.register(model_type="custom", backend="pipeline", device="cpu")
+    @EngineRegistry.register(model_type=kind, backend="pipeline", device="cpu")
     class Pipeline(BaseEngine):
         def forward_step(self, weight: torch.Tensor) -> Any:
             return weight * 2, self.postprocess_micro_batch_func
@@ -95,12 +101,12 @@ def _custom_engines() -> dict[str, type]:
             loss, output = output_of(output)
             return loss, torch.tensor(3), output
 
-    @EngineRegistry.register(model_type="custom", backend="silent", device="cpu")
+    @EngineRegistry.register(model_type=kind, backend="silent", device="cpu")
     class Silent(BaseEngine):
         def forward_step(self, weight: torch.Tensor) -> Any:
             return (weight * 2).sum(), {"loss": 0.0, "metrics": {}}
 
-    @EngineRegistry.register(model_type="custom", backend="adds", device="cpu")
+    @EngineRegistry.register(model_type=kind, backend="adds", device="cpu")
     class Adds(Own):
         def forward_step(self, *args: Any, **kwargs: Any) -> Any:
             loss, output = super().forward_step(*args, **kwargs)
