@@ -39,7 +39,7 @@ def status_command(as_json: bool) -> None:
     else:
         from rich.console import Console
 
-        console = Console(width=None if sys.stdout.isatty() else 140)
+        console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(report.heading(), highlight=False, soft_wrap=True)
         console.print(report.table(records))
     sys.exit(1 if report.in_trouble(records) else 0)

@@ -130,7 +130,8 @@ def _table(results: dict[str, dict[str, Any]]) -> Any:
         table.add_row(f"grad_norm, MoE with z loss, calculate_per_token_loss {flag}", before, after)
     table.add_section()
     for stock, fixed in zip(_held(results, "memory"), _held(results, "memory fixed"), strict=True):
-        row = f"bytes held by autograd graphs after {stock['micro_batches']} micro-batches"
+        count = stock["micro_batches"]
+        row = f"bytes held by autograd graphs after {count} micro-batch{'' if count == 1 else 'es'}"
         table.add_row(row, f"{stock['bytes']:,}", f"{fixed['bytes']:,}")
     return table
 
