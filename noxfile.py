@@ -140,7 +140,7 @@ def stock(session: nox.Session, release: str) -> None:
         "OMP_NUM_THREADS": "1",
         "VERL_GRADIENTS": str(CACHE / "gradients"),  # where releases leave theirs for each other
     }
-    tests = session.posargs or ["tests/tensors", "tests/stock"]
+    tests = session.posargs or ["tests/tensors", "tests/stock", "tests/ray"]
     session.run(str(python), "-m", "pytest", *tests, env=path, external=True)
 
 

@@ -1,17 +1,18 @@
 """Per process: decide, hook, probe, apply, roll back.
 
-Files are read when the module that they define is imported, or when ``status()`` is asked; never at start.
+A file is read when the module that it defines is imported, and when the process has to say what it runs.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 
-from verl_fixes import import_hooks, probe, toggles, wrapping
+from verl_fixes import identity, import_hooks, probe, propagation, toggles, wrapping
 from verl_fixes.catalog import CATALOG, check
 from verl_fixes.errors import InstallError, RestoreError, StrictError
 from verl_fixes.patch import Patch, State, Target, Wrapper
@@ -34,6 +35,7 @@ class Activation:
         self._modules: dict[str, ModuleType] = {}
         self._outcomes: dict[Target, TargetRecord] = {}
         self._blocked: str | None = None
+        self._identity: identity.Identity | None = None
 
     def activate(
         self,
@@ -62,6 +64,8 @@ class Activation:
         with self._lock:
             if self._active and decided != self._toggles:
                 self._restore_all()
+            if decided != self._toggles:
+                self._identity = None
             self._toggles, self._active, self._blocked = decided, True, None
             wrapping.on_uncovered = self._report_uncovered
             modules = dict.fromkeys(
@@ -77,6 +81,36 @@ class Activation:
             self._stop_if_strict()
         return self.status()
 
+    def identity(self) -> identity.Identity:
+        """What this process runs, for comparison with other processes. Reads files once for each set of decisions."""
+        with self._lock:
+            if self._identity is None:
+                self._identity = identity.Identity.of(self.status())
+            return self._identity
+
+    def worker_environment(self) -> Mapping[str, str]:
+        """What a Ray worker needs in its environment to do as this process does."""
+        if excluded := propagation.excluded_by(os.environ):
+            say(f"Ray workers are left alone: {excluded} does not name verl_fixes. Add it there to reach them.")
+        return propagation.worker_environment(os.environ, self._toggles, self._catalog, self.identity())
+
+    def compare_with_driver(self, environ: Mapping[str, str]) -> None:
+        """In a Ray worker: say so when it does not run what its driver runs.
+
+        Raises:
+            StrictError: they differ, in strict mode.
+        """
+        if toggles.DRIVER not in environ or self._toggles is None or self._toggles.all_off:
+            return
+        if different := propagation.difference(self.identity(), environ):
+            message = (
+                f"this Ray worker and its driver do not run the same fixes: {different}. Install the same verl and "
+                "verl-fixes on every node; `verl-fixes doctor --ray` shows which differ."
+            )
+            say(message)
+            if self._toggles.strict:
+                raise StrictError(f"{message} {toggles.STRICT}=1 stops here.")
+
     def deactivate(self) -> list[Record]:
         """Put every original object back and leave later imports alone. The identical objects, not equal ones.
 
@@ -84,7 +118,7 @@ class Activation:
             RestoreError: somebody has wrapped one of our functions; the other patches are restored all the same.
         """
         with self._lock:
-            self._active, self._toggles, self._blocked = False, None, None
+            self._active, self._toggles, self._blocked, self._identity = False, None, None, None
             self._restore_all()
         return self.status()
 
@@ -271,7 +305,7 @@ def _examine(patch: Patch, target: Target) -> tuple[State, str, Wrapper | None]:
     except Exception as error:  # whatever it is, it must not break the import of verl; status shows it
         return State.FAILED, f"its source cannot be judged: {type(error).__name__}: {error}", None
     state, wrapper = target.plan(verdict)
-    return state, _WHY[state], wrapper
+    return state, "part of verl-fixes itself" if patch.plumbing and wrapper else _WHY[state], wrapper
 
 
 def _forecast(patch: Patch, target: Target) -> TargetRecord:
@@ -291,6 +325,8 @@ _WHY = {
 
 
 _process = Activation(CATALOG)
+propagation.environment_of_this_process = _process.worker_environment
+identity.of_this_process = _process.identity
 activate = _process.activate
 deactivate = _process.deactivate
 status = _process.status
@@ -306,9 +342,20 @@ def activate_on_import() -> None:
     """What ``import verl_fixes`` does: activate, and never break the program that imports us, unless strict."""
     try:
         activate()
+        _process.compare_with_driver(os.environ)
+        _introduce(_process.identity())
     except Exception as error:
         _process.block(error)
         say(f"nothing is applied in this process: {type(error).__name__}: {error}")
         if toggles.is_strict(os.environ):
             _process.refuse_imports(error)
             raise
+
+
+def _introduce(mine: identity.Identity) -> None:
+    """One log line a process: what it runs. INFO on rank 0, DEBUG elsewhere; also on stderr when asked for."""
+    first = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("verl_fixes").log(logging.INFO if first else logging.DEBUG, "%s", mine)
+    level = os.environ.get(toggles.LOG, "").strip().lower()
+    if level == "debug" or (level == "info" and first):
+        say(str(mine))

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from verl_fixes.errors import CatalogError
 from verl_fixes.patch import Patch
-from verl_fixes.patches import detach_outputs, per_token_loss, scalar_metrics
+from verl_fixes.patches import detach_outputs, per_token_loss, ray_propagation, run_provenance, scalar_metrics
 
 CATALOG: tuple[Patch, ...] = (
     scalar_metrics.PATCH,
     per_token_loss.PATCH,
     detach_outputs.PATCH,
+    ray_propagation.PATCH,
+    run_provenance.PATCH,
 )
 
 

@@ -1,4 +1,4 @@
-"""``verl-fixes status | explain | run | demo``. Exit codes: 0 fine, 1 something drifted or failed, 2 usage."""
+"""``verl-fixes status | explain | doctor | run | demo``. Exit codes: 0 fine, 1 something drifted or failed, 2 usage."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ import click
 from verl_fixes import toggles
 from verl_fixes.activation import activate
 from verl_fixes.catalog import CATALOG
+from verl_fixes.doctor.command import doctor
 from verl_fixes.errors import ToggleError
 from verl_fixes.patch import Patch
+from verl_fixes.propagation import EXTERNAL_MODULES, with_package
 from verl_fixes.records import Record
 from verl_fixes.version import __version__
-
-EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="verl-fixes")
 def main() -> None:
     """Gives a stock verl the fixes that were merged after its release."""
+
+
+main.add_command(doctor)
 
 
 @main.command("status")
@@ -66,7 +69,7 @@ def run(command: Sequence[str]) -> None:
     Adds verl_fixes to VERL_USE_EXTERNAL_MODULES and becomes the command: same process, stdin, signals, exit code.
     """
     _check_environment()
-    environment = {**os.environ, EXTERNAL_MODULES: with_external_module(os.environ.get(EXTERNAL_MODULES, ""))}
+    environment = {**os.environ, EXTERNAL_MODULES: with_package(os.environ.get(EXTERNAL_MODULES, ""))}
     try:
         os.execvpe(command[0], list(command), environment)
     except OSError as error:
@@ -81,12 +84,6 @@ def demo(plot: Path | None) -> None:
     from verl_fixes.demo import before_after
 
     sys.exit(before_after.run(plot))
-
-
-def with_external_module(value: str) -> str:
-    """``VERL_USE_EXTERNAL_MODULES`` with verl_fixes in it. verl does not strip the names, so no blanks are added."""
-    modules = [module for module in value.split(",") if module]
-    return value if "verl_fixes" in modules else ",".join([*modules, "verl_fixes"])
 
 
 def _activated() -> list[Record]:

@@ -47,7 +47,8 @@ class Target:
         qualname: ``Class.method`` or ``function``.
         wrapper: goes around code that has the bug.
         refine: goes around code that has upstream's fix and leaves something; None: the wrapper does there, too.
-        question: tells buggy from fixed by structure, for code whose fingerprint is not in ``known``.
+        question: tells buggy from fixed by structure, for code whose fingerprint is not in ``known``. None where
+            nothing is buggy or fixed, because the wrapper only carries something along; no source is read then.
         known: fingerprints of the releases that are tested, with their verdicts.
         on_install: called with the imported module once the wrapper is in place.
     """
@@ -55,7 +56,7 @@ class Target:
     module: str
     qualname: str
     wrapper: Wrapper
-    question: Question
+    question: Question | None
     refine: Wrapper | None = None
     known: Mapping[str, Verdict] = field(default_factory=dict)
     on_install: Callable[[ModuleType], None] | None = None
@@ -87,6 +88,9 @@ class Patch:
         default: whether it is on when no toggle says otherwise.
         targets: the functions that are wrapped.
         atomic: the patch goes in whole or not at all. False only where each target is a fix in its own right.
+        plumbing: it carries this package's own business and fixes nothing. Not part of what a driver and its workers
+            compare.
+        always: ``VERL_FIXES=0`` does not switch it off, only its own variable does.
         stacks_on: patches, earlier in the catalog, with which this one may share a target; it wraps theirs.
     """
 
@@ -100,6 +104,8 @@ class Patch:
     targets: tuple[Target, ...]
     default: bool = True
     atomic: bool = True
+    plumbing: bool = False
+    always: bool = False
     stacks_on: tuple[str, ...] = ()
 
     @property

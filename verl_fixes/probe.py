@@ -67,7 +67,9 @@ def locate(package: str) -> Source | None:
     return Source(tuple(Path(location) for location in spec.submodule_search_locations))
 
 
-def judge(source: Source, module: str, qualname: str, known: Mapping[str, Verdict], question: Question) -> Verdict:
+def judge(
+    source: Source, module: str, qualname: str, known: Mapping[str, Verdict], question: Question | None
+) -> Verdict:
     """Tell buggy from fixed, absent (no such module) and drifted for one target.
 
     Raises:
@@ -75,6 +77,8 @@ def judge(source: Source, module: str, qualname: str, known: Mapping[str, Verdic
     """
     if source.file(module) is None:
         return Verdict.ABSENT
+    if question is None:
+        return Verdict.BUGGY
     function = source.function(module, qualname)
     if function is None:
         return Verdict.DRIFTED  # renamed or moved: whether the bug went along cannot be told

@@ -34,6 +34,7 @@ class Record:
     expected: State
     env: str
     default: bool
+    plumbing: bool
     upstream: tuple[str, ...]
     fixed_in: str
     targets: tuple[TargetRecord, ...]
@@ -67,6 +68,7 @@ def summarise(patch: Patch, targets: tuple[TargetRecord, ...]) -> Record:
         expected=_fold([target.expected for target in targets]),
         env=patch.env,
         default=patch.default,
+        plumbing=patch.plumbing,
         upstream=patch.upstream,
         fixed_in=patch.fixed_in,
         targets=targets,

@@ -96,9 +96,9 @@ def _short_module(module: str) -> str:
 
 
 def short_link(url: str) -> str:
-    """``https://github.com/owner/name/pull/1`` as ``name#1``."""
+    """``https://github.com/owner/name/pull/1`` as ``name#1``, anything else as its host."""
     parts = url.split("/")
-    return f"{parts[-3]}#{parts[-1]}" if "github.com" in url else url
+    return f"{parts[-3]}#{parts[-1]}" if parts[-2] in ("pull", "issues") else parts[2]
 
 
 def markdown_table(catalog: Sequence[Patch]) -> str:
@@ -121,8 +121,9 @@ def explanation(patch: Patch, record: Record) -> str:
         "  Targets\n" + "\n".join(f"    {t.module}:{t.qualname}\n      {_target_state(t)}" for t in record.targets),
         _paragraph("How to switch it off", f"{patch.env}=0 (on: {patch.env}=1; default: {_default(patch)})"),
         _paragraph("When it can go", patch.removable),
-        "  Upstream\n" + "\n".join(f"    {url}" for url in patch.upstream),
     ]
+    if patch.upstream:
+        blocks.append("  Upstream\n" + "\n".join(f"    {url}" for url in patch.upstream))
     return "\n\n".join(blocks) + "\n"
 
 

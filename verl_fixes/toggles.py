@@ -16,6 +16,8 @@ from verl_fixes.patch import Patch
 ALL = "VERL_FIXES"
 STRICT = "VERL_FIXES_STRICT"
 LOG = "VERL_FIXES_LOG"
+DRIVER = "VERL_FIXES_DRIVER"
+"""Set for Ray workers, by the driver: what it runs itself."""
 LOG_LEVELS = ("debug", "info", "warning")
 
 _ON = frozenset({"1", "true", "on", "yes"})
@@ -37,6 +39,7 @@ class Toggles:
     patches: Mapping[str, Decision]
     strict: bool
     log: str
+    all_off: bool = False
 
 
 def read(
@@ -60,7 +63,7 @@ def read(
     if both := sorted(enable & disable):
         raise ToggleError(f"activate() was told to both enable and disable {', '.join(both)}.")
 
-    variables = {patch.env for patch in catalog} | {ALL, STRICT, LOG}
+    variables = {patch.env for patch in catalog} | {ALL, STRICT, LOG, DRIVER}
     for variable in sorted(environ):
         if (variable == ALL or variable.startswith(ALL + "_")) and variable not in variables:
             raise ToggleError(f"{variable} is no variable of verl-fixes.{_nearest(variable, variables)}")
@@ -69,7 +72,7 @@ def read(
     patches = {}
     for patch in catalog:
         own = _flag(environ, patch.env)
-        if everything is False:
+        if everything is False and not patch.always:
             decision = Decision(False, f"{ALL}={environ[ALL]}")
         elif own is not None:
             decision = Decision(own, f"{patch.env}={environ[patch.env]}")
@@ -84,7 +87,8 @@ def read(
     log = environ.get(LOG, "").strip().lower() or "warning"
     if log not in LOG_LEVELS:
         raise ToggleError(f"{LOG}={environ[LOG]} is not a level.{_nearest(log, LOG_LEVELS)}")
-    return Toggles(patches, bool(strict) if strict_flag is None else strict_flag, log)
+    strict_now = bool(strict) if strict_flag is None else strict_flag
+    return Toggles(patches, strict_now, log, all_off=everything is False)
 
 
 def is_strict(environ: Mapping[str, str]) -> bool:

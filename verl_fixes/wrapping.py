@@ -162,6 +162,61 @@ def trouble(patch_name: str, target: Target) -> str:
     return "; ".join(filter(None, (*replaced, *missed)))
 
 
+def touched_classes() -> list[tuple[type, str, tuple[Wrapper, ...]]]:
+    """Every method that we have wrapped: its class, its name, and the wrappers around it, innermost first."""
+    with _lock:
+        return [
+            (owner, name, tuple(layer.wrapper for layer in stack.layers))
+            for stack in _stacks
+            for owner, name, _ in stack.spots
+            if isinstance(owner, type)
+        ]
+
+
+def early_bound() -> list[tuple[str, str]]:
+    """Names in loaded modules and their classes that still lead around our wrappers: the name, and the patch."""
+    with _lock:
+        stacks = list(_stacks)
+    puts = {id(_function(stack.put)) for stack in stacks}
+    bases = {id(_function(stack.base)): stack for stack in stacks if id(_function(stack.base)) not in puts}
+    found = []
+    for place, owner, function in _named_functions():
+        links = list(_unwrapped(function))
+        stack = next((bases[id(link)] for link in links if id(link) in bases), None)
+        if stack is None or any(link is _function(stack.put) for link in links) or _lends(owner, stack):
+            continue
+        found.append((place, stack.layers[-1].patch.name))
+    return found
+
+
+def _lends(owner: Any, stack: _Stack) -> bool:
+    """Whether ``owner`` is an ancestor from which the wrapped class only inherits: it rightly keeps its own."""
+    return any(
+        before is _MISSING and isinstance(cls, type) and owner in cls.__mro__[1:] for cls, _, before in stack.spots
+    )
+
+
+def _named_functions() -> Iterator[tuple[str, Any, FunctionType]]:
+    """Every plain function in loaded modules and in the classes there: where it is, who has it, and the function."""
+    seen = set()
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            namespace = object.__getattribute__(module, "__dict__")  # does not load a lazy module
+            for name, value in list(namespace.items()):
+                if type(value) is FunctionType:
+                    yield f"{module.__name__}.{name}", module, value
+                elif issubclass(type(value), type) and id(value) not in seen:  # isinstance() would ask the value
+                    seen.add(id(value))
+                    for attribute, raw in list(vars(value).items()):
+                        method = _function(raw)
+                        if type(method) is FunctionType:
+                            yield f"{value.__module__}.{value.__qualname__}.{attribute}", value, method
+
+
+def _function(raw: Any) -> Any:
+    return raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
+
+
 def _owner(module: ModuleType, qualname: str) -> tuple[Any, str]:
     *class_names, name = qualname.split(".")
     owner: Any = module

@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import environment, python
 from verl_fixes.catalog import CATALOG
-from verl_fixes.cli import with_external_module
+from verl_fixes.propagation import with_package
 
 BUGGY = """
 raise SystemExit("verl was imported")
@@ -38,7 +38,7 @@ def verl(tmp_path: Path) -> Path:
 
 
 def cli(verl: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    path = f"{environment()['PYTHONPATH']}:{verl}"
+    path = f"{verl}:{environment()['PYTHONPATH']}"
     return python("-m", "verl_fixes", *arguments, **{"PYTHONPATH": path, **variables})
 
 
@@ -115,7 +115,7 @@ def test_status_imports_neither_verl_nor_torch_and_is_fast(verl: Path) -> None:
         "heavy = {'verl', 'torch', 'ray', 'megatron', 'numpy', 'transformers'} & set(sys.modules)\n"
         "print(sorted(heavy), time.perf_counter() - start, file=sys.stderr)\n"
     )
-    path = f"{environment()['PYTHONPATH']}:{verl}"
+    path = f"{verl}:{environment()['PYTHONPATH']}"
     runs = [python("-c", program, PYTHONPATH=path) for _ in range(3)]
     assert all(run.returncode == 0 for run in runs), runs[0].stderr
     assert all(run.stderr.startswith("[] ") for run in runs), runs[0].stderr
@@ -174,4 +174,4 @@ def test_run_says_what_it_cannot_run(tmp_path: Path) -> None:
     [("", "verl_fixes"), ("a", "a,verl_fixes"), ("a,b,", "a,b,verl_fixes"), ("verl_fixes,a", "verl_fixes,a")],
 )
 def test_the_list_of_external_modules_is_extended(value: str, expected: str) -> None:
-    assert with_external_module(value) == expected
+    assert with_package(value) == expected

@@ -24,8 +24,12 @@ def drifted(tmp_path: Path) -> str:
 
 
 def test_everything_can_be_switched_off() -> None:
-    records = script(f"import verl_fixes; {REPORT}", VERL_FIXES="0")
-    assert {tuple(record) for record in records} == {("disabled", "VERL_FIXES=0")}
+    report = "import json; print(json.dumps({r.name: [str(r.state), r.reason] for r in verl_fixes.status()}))"
+    records = script(f"import verl_fixes; {report}", VERL_FIXES="0")
+    assert records.pop("ray-propagation")[0] != "disabled"  # it tells the workers
+    assert {tuple(record) for record in records.values()} == {("disabled", "VERL_FIXES=0")}
+    records = script(f"import verl_fixes; {report}", VERL_FIXES="0", VERL_FIXES_RAY_PROPAGATION="0")
+    assert records["ray-propagation"] == ["disabled", "VERL_FIXES_RAY_PROPAGATION=0"]
 
 
 def test_an_unknown_toggle_applies_nothing_and_warns_once() -> None:

@@ -80,7 +80,11 @@ def run(plot: Path | None) -> int:
             file=sys.stderr,
         )
         return 1
-    results = _measure_all(_runs())
+    try:
+        results = _measure_all(_runs())
+    except RuntimeError as error:
+        print(f"verl-fixes demo: {error}", file=sys.stderr)
+        return 1
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(heading(), highlight=False, soft_wrap=True)
     console.print(_table(results))

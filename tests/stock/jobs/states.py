@@ -15,11 +15,10 @@ from verl_fixes.probe import fingerprint, locate
 
 def import_targets() -> None:
     """Import all modules with a target that this release has, optional packages as stand-ins."""
-    source = locate("verl")
-    assert source is not None
     with optional_packages():
         for name in dict.fromkeys(target.module for patch in CATALOG for target in patch.targets):
-            if source.file(name):
+            source = locate(name.partition(".")[0])
+            if source is not None and source.file(name):
                 importlib.import_module(name)
 
 
@@ -51,7 +50,7 @@ def states() -> dict[str, Any]:
     return {
         "patches": {r.name: str(r.state) for r in records},
         "targets": {
-            r.name: {t.module.split(".")[-2] + "." + t.qualname: str(t.state) for t in r.targets} for r in records
+            r.name: {t.module.split(".")[-2:][0] + "." + t.qualname: str(t.state) for t in r.targets} for r in records
         },
         "installed but not changed": sorted(installed - changed),
         "changed but not installed": sorted(changed - installed),
@@ -67,6 +66,8 @@ def judgements() -> list[list[str]]:
     answers = []
     for patch in CATALOG:
         for target in patch.targets:
+            if target.question is None:
+                continue
             function = source.function(target.module, target.qualname)
             if function is not None:
                 known = target.known.get(fingerprint(function)) if target.known else None

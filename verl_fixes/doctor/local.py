@@ -1,0 +1,235 @@
+"""What can be told from the environment, the metadata and the source files of this machine. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+
+from verl_fixes import probe, propagation, toggles
+from verl_fixes.doctor import packages
+from verl_fixes.doctor.findings import Finding, error, info, ok, warning
+from verl_fixes.patch import State
+from verl_fixes.records import Record
+
+PLATFORM = "VERL_PLATFORM"
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+ROUTER_LOSS_LINK = "https://github.com/NVIDIA/Megatron-LM/issues/5047"
+ROUTER_LOSS_PATCH = "moe-aux-scale"
+_TROUBLE = (State.DRIFTED, State.FAILED)
+_INSTALLED = (State.APPLIED, State.REFINED)
+
+
+def route(environ: Mapping[str, str]) -> list[Finding]:
+    """How the plugin gets into a process that imports verl, with this environment."""
+    check = "route"
+    source = probe.locate("verl")
+    if source is None:
+        return [error(check, "verl is not installed", "Install verl in this environment, or run doctor in verl's.")]
+    names = environ.get(propagation.EXTERNAL_MODULES, "").split(",")
+    for name in names:  # verl does not strip them
+        if name != propagation.PACKAGE and name.strip() == propagation.PACKAGE:
+            way_out = f"Set {propagation.EXTERNAL_MODULES} without blanks."
+            return [error(check, f"{propagation.EXTERNAL_MODULES} names {name!r}; verl will not find it", way_out)]
+    if propagation.PACKAGE in names:
+        return [ok(check, f"{propagation.EXTERNAL_MODULES} names {propagation.PACKAGE}")]
+    return [_by_plugin(environ) if _loads_plugins(source) else _by_hand()]
+
+
+_RUN = "put `verl-fixes run --` before the command"
+_VARIABLE = f"set {propagation.EXTERNAL_MODULES}={propagation.PACKAGE}"
+
+
+def _by_hand() -> Finding:
+    message = (
+        "this verl loads no plugin by itself, and nothing names verl_fixes: no process of a job is reached, Ray "
+        "workers included, unless its program imports verl_fixes"
+    )
+    return warning("route", message, f"Either {_RUN}, or {_VARIABLE}.")
+
+
+def _by_plugin(environ: Mapping[str, str]) -> Finding:
+    if excluded := propagation.excluded_by(environ):
+        way_out = f"Either add verl_fixes to {propagation.EXTERNAL_PLUGINS}, or {_VARIABLE}."
+        return warning("route", f"{excluded} keeps verl from loading this plugin", way_out)
+    if not any(point.name == propagation.PACKAGE for point in metadata.entry_points(group="verl.plugins")):
+        message = "verl_fixes can be imported, but is not installed: verl finds no entry point of it"
+        return warning("route", message, f"Either run `pip install verl-fixes`, or {_VARIABLE}.")
+    return ok("route", "verl finds verl_fixes by its entry point")
+
+
+def _loads_plugins(source: probe.Source) -> bool:
+    return _says(source, "verl", propagation.EXTERNAL_PLUGINS)
+
+
+def _says(source: probe.Source, module: str, word: str) -> bool:
+    file = source.file(module) if module != "verl" else next((r / "__init__.py" for r in source.roots), None)
+    try:
+        return file is not None and probe.mentions(ast.parse(file.read_bytes()), word)
+    except (OSError, SyntaxError, ValueError):
+        return False
+
+
+def versions() -> list[Finding]:
+    """The packages that decide what a fix meets, and where they come from."""
+    findings = []
+    for name in packages.PACKAGES:
+        package = packages.installed(name)
+        found = f"{name} {package.version} in {package.folder}" if package else f"{name} is not installed"
+        findings.append(info("versions", found))
+    return findings
+
+
+def patches(records: Sequence[Record]) -> list[Finding]:
+    """The state of every patch. What waits for a module that was not imported is not called in order."""
+    return [_patch(record) for record in records]
+
+
+def _patch(record: Record) -> Finding:
+    check = f"patch {record.name}"
+    if record.state in _TROUBLE or record.expected in _TROUBLE:
+        state = record.state if record.state in _TROUBLE else record.expected
+        reasons = [t.reason for t in record.targets if t.state in _TROUBLE or t.expected in _TROUBLE]
+        way_out = f"Run `verl-fixes explain {record.name}`. {record.env}=0 runs without this fix."
+        message = f"{state}: {'; '.join(dict.fromkeys(reasons))}"
+        return error(check, message, way_out, next(iter(record.upstream), ""))
+    waiting = [target for target in record.targets if target.state is State.PENDING]
+    if record.state in _INSTALLED and not waiting:
+        return ok(check, f"{record.state}: {record.reason}")
+    message = f"{record.state}: {record.reason}"
+    if waiting:
+        modules = ", ".join(dict.fromkeys(target.module for target in waiting))
+        message += f"; not checked: {modules}, which was not imported here"
+    return info(check, message)
+
+
+def switches(environ: Mapping[str, str]) -> list[Finding]:
+    """The variables that are set, and the patches that are off."""
+    check = "switches"
+    present = {name: environ[name] for name in sorted(environ) if name.startswith(toggles.ALL)}
+    findings = [info(check, f"{name}={value}") for name, value in present.items()]
+    return findings or [info(check, f"no {toggles.ALL} variable is set: defaults")]
+
+
+def router_losses(records: Sequence[Record]) -> list[Finding]:
+    """megatron-core up to 0.18.2 with calculate_per_token_loss and TP x CP > 1."""
+    check = "router losses"
+    core = packages.installed(packages.MEGATRON_CORE)
+    if core is None:
+        return [info(check, "not checked: megatron-core is not installed")]
+    version = packages.numbers(core.version)
+    if not version:
+        return [info(check, f"not checked: megatron-core {core.version}", link=ROUTER_LOSS_LINK)]
+    if version >= (0, 19, 0):
+        return [ok(check, f"megatron-core {core.version} scales the MoE aux and z loss")]
+    ours = next((record for record in records if record.name == ROUTER_LOSS_PATCH), None)
+    if ours is not None and ours.expected in _INSTALLED:
+        return [ok(check, f"megatron-core {core.version}; {ROUTER_LOSS_PATCH} scales the MoE aux and z loss")]
+    message = (
+        f"megatron-core {core.version} leaves the MoE aux and z loss too small by the factor TP x CP when "
+        "calculate_per_token_loss is on. Only MoE models with a router loss and TP x CP > 1 are hit"
+    )
+    way_out = "Take megatron-core 0.19.0 or later, or multiply the coefficients of the router losses by TP x CP."
+    if ours is not None:
+        way_out = f"Set {ours.env}=1. {way_out}"
+    return [warning(check, message, way_out, ROUTER_LOSS_LINK)]
+
+
+def platform(environ: Mapping[str, str], registered: frozenset[str] | None = None) -> list[Finding]:
+    """Whether verl takes the machine for what torch was built for. Only releases with a platform layer, 0.9.0 on.
+
+    Args:
+        environ: this process's environment.
+        registered: the platforms that verl knows after its import, with those of plugins; None: only its files say.
+    """
+    check = "platform"
+    source = probe.locate("verl")
+    in_files = _platforms(source) if source else frozenset()
+    wanted = environ.get(PLATFORM, "").strip().lower()
+    if not in_files:
+        return [info(check, f"this verl has no platform layer; {PLATFORM} has no effect")] if wanted else []
+    names = in_files | (registered or frozenset())
+    if wanted and wanted not in names:
+        known = ", ".join(sorted(names))
+        message = f"{PLATFORM}={wanted} names a platform that verl does not know. Registered: {known}"
+        if registered is None and _foreign_plugins(environ):
+            return [info(check, f"not checked: {message}; a plugin may register it, and verl was not imported here")]
+        return [error(check, message, f"Set {PLATFORM} to one of these, or install the plugin that registers it.")]
+    if hip := _hip():
+        return [_rocm(hip, wanted, names)]
+    return [ok(check, f"{PLATFORM}={wanted}")] if wanted else []
+
+
+def _rocm(hip: str, wanted: str, names: frozenset[str]) -> Finding:
+    check, way_out = "platform", f"Set {PLATFORM}=amd on every node."
+    if wanted == "nvidia":
+        return error(check, f"{PLATFORM}=nvidia, and torch is built for ROCm {hip}", way_out)
+    if wanted:
+        return ok(check, f"{PLATFORM}={wanted}, and torch is built for ROCm {hip}")
+    if "amd" not in names:
+        message = f"torch is built for ROCm {hip}, and this verl, which has no platform for it, takes it for nvidia"
+        return warning(check, message, f"Take a verl that registers amd. {way_out}")
+    message = (
+        f"torch is built for ROCm {hip} and {PLATFORM} is not set: verl takes a process that sees neither a GPU nor "
+        "rocm-smi, such as a CPU-only actor, for nvidia"
+    )
+    return warning(check, message, way_out)
+
+
+def _hip() -> str | None:
+    torch = packages.installed("torch")
+    hip = packages.constants_of(torch.folder / "version.py").get("hip") if torch else None
+    return hip or None
+
+
+def _platforms(source: probe.Source) -> frozenset[str]:
+    """The names that verl's own files give to ``PlatformRegistry.register``."""
+    files = (file for root in source.roots for file in sorted((root / "plugin" / "platform").glob("*.py")))
+    return frozenset(name for file in files for name in _registered_in(file.read_bytes()))
+
+
+def _registered_in(code: bytes) -> Iterator[str]:
+    try:
+        classes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ClassDef)]
+    except (SyntaxError, ValueError):
+        return
+    for call in (decorator for cls in classes for decorator in cls.decorator_list if isinstance(decorator, ast.Call)):
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "register":
+            values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "platform")]
+            yield from (
+                value.value.strip().lower()
+                for value in values
+                if isinstance(value, ast.Constant) and isinstance(value.value, str)
+            )
+
+
+def _foreign_plugins(environ: Mapping[str, str]) -> bool:
+    modules = {name.strip() for name in environ.get(propagation.EXTERNAL_MODULES, "").split(",")}
+    points = {point.name for point in metadata.entry_points(group="verl.plugins")}
+    return bool((modules | points) - {"", propagation.PACKAGE})
+
+
+_DETERMINISM = ("CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "VERL_FULL_DETERMINISM")
+
+
+def determinism(environ: Mapping[str, str]) -> list[Finding]:
+    """Whether full_determinism can hold. Only releases that know VLLM_BATCH_INVARIANT, 0.9.0 on.
+
+    The configuration of a run is not known here, only what the environment says.
+    """
+    check = "determinism"
+    source = probe.locate("verl")
+    if source is None or not _says(source, "verl.trainer.constants_ppo", BATCH_INVARIANT):
+        return []
+    value = environ.get(BATCH_INVARIANT, "")
+    if value.strip() == "1":
+        return [ok(check, f"{BATCH_INVARIANT}=1")]
+    shown = f"{BATCH_INVARIANT}={value}" if value else f"{BATCH_INVARIANT} is not set"
+    asked = [name for name in _DETERMINISM if environ.get(name, "").strip() not in ("", "random")]
+    way_out = f"Set {BATCH_INVARIANT}=1, or rollout.full_determinism=True, with which main_ppo sets it."
+    if asked:
+        asked_by = ", ".join(f"{name}={environ[name]}" for name in asked)
+        message = f"{asked_by} ask for a deterministic run, and {shown}: vLLM's samples depend on the batch they are in"
+        return [warning(check, message, way_out)]
+    message = f"{shown}: full_determinism=True of an engine without it gives no batch invariance in vLLM"
+    return [info(check, message, way_out)]
