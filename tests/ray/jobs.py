@@ -36,11 +36,12 @@ def loss_function() -> str:
     return "called"
 
 
-def _worker_group(cls: Any = None) -> Any:
+def _worker_group(cls: Any = None, colocated: bool = False) -> Any:
     import functools
     from types import SimpleNamespace
 
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from verl.single_controller.ray.base import create_colocated_worker_cls
     from verl.workers.config import TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
@@ -55,12 +56,13 @@ def _worker_group(cls: Any = None) -> Any:
         use_fused_kernels=False,
     )
     config = TrainingWorkerConfig(model_type="tiny", model_config=TinyModel(), engine_config=engine)
-    group = RayWorkerGroup(
-        RayResourcePool(process_on_nodes=[1], use_gpu=False, max_colocate_count=1),
-        RayClassWithInitArgs(ray.remote(cls or TrainingWorker), config=config),
-        use_gpu=False,
-        device_name="cpu",
-    )
+    worker = RayClassWithInitArgs(ray.remote(cls or TrainingWorker), config=config)
+    if colocated:
+        worker = create_colocated_worker_cls({"train": worker})
+    pool = RayResourcePool(process_on_nodes=[1], use_gpu=False, max_colocate_count=1)
+    group = RayWorkerGroup(pool, worker, use_gpu=False, device_name="cpu")
+    if colocated:
+        group = group.spawn({"train"})["train"]
     group.set_loss_fn(functools.partial(loss_function))
     return group
 
@@ -150,7 +152,6 @@ def survival() -> dict[str, Any]:
     with connected(False, runtime_env=JOB):
         import torch
         from verl.single_controller.base.decorator import Dispatch, register
-        from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_worker_cls  # noqa: F401
         from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
         from verl.utils import tensordict_utils as tu
         from verl.workers.engine_workers import TrainingWorker
@@ -169,6 +170,8 @@ def survival() -> dict[str, Any]:
         group = _worker_group(Mine)
         answers["subclass pickled by value"] = _train(group)
         answers["method registered with verl's decorator"] = group.mine()
+
+        answers["colocated WorkerDict"] = _train(_worker_group(colocated=True))
 
         actor = ray.remote(Plain).options(max_restarts=1, max_task_retries=2).remote()
         answers["plain actor"] = first = ray.get(actor.describe.remote())

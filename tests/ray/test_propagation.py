@@ -45,7 +45,15 @@ def survival() -> Any:
 
 
 @pytest.mark.parametrize(
-    "actor", ["subclass pickled by value", "plain actor", "restarted after SIGKILL", "child of an actor", "threads"]
+    "actor",
+    [
+        "subclass pickled by value",
+        "colocated WorkerDict",
+        "plain actor",
+        "restarted after SIGKILL",
+        "child of an actor",
+        "threads",
+    ],
 )
 def test_the_fixes_run_in_every_kind_of_actor(survival: Any, actor: str) -> None:
     assert is_patched(survival[actor])
@@ -55,7 +63,8 @@ def test_the_fixes_run_in_every_kind_of_actor(survival: Any, actor: str) -> None
 
 
 def test_wrappers_survive_pickling(survival: Any) -> None:
-    assert survival["subclass pickled by value"]["grad_norm"] == "float"
+    for group in ("subclass pickled by value", "colocated WorkerDict"):
+        assert survival[group]["grad_norm"] == "float"
     assert survival["subclass pickled by value"]["loss_function"] == ["called"]
     assert survival["method registered with verl's decorator"] == ["float"]
     assert survival["partial"]["VERL_USE_EXTERNAL_MODULES"] == "tests.ray.cpu_worker,verl_fixes"
