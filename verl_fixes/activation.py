@@ -90,8 +90,10 @@ class Activation:
 
     def worker_environment(self) -> Mapping[str, str]:
         """What a Ray worker needs in its environment to do as this process does."""
-        if excluded := propagation.excluded_by(os.environ):
+        excluded = propagation.excluded_by(os.environ)
+        if excluded and propagation.verl_loads_plugins():
             say(f"Ray workers are left alone: {excluded} does not name verl_fixes. Add it there to reach them.")
+            return {}
         return propagation.worker_environment(os.environ, self._toggles, self._catalog, self.identity())
 
     def compare_with_driver(self, environ: Mapping[str, str]) -> None:

@@ -41,10 +41,21 @@ class Source:
         _, *parts = module.split(".")
         for root in self.roots:
             folder = root.joinpath(*parts)
-            for file in (folder.with_name(f"{folder.name}.py"), folder / "__init__.py"):
+            files = [folder / "__init__.py"]
+            if parts:  # beside the package itself lies nothing of it
+                files.insert(0, folder.with_name(f"{folder.name}.py"))
+            for file in files:
                 if file.is_file():
                     return file
         return None
+
+    def says(self, module: str, word: str) -> bool:
+        """Whether a module's source uses ``word``; False where it cannot be read."""
+        file = self.file(module)
+        try:
+            return file is not None and mentions(_parse(file, file.stat().st_mtime_ns), word)
+        except (OSError, SyntaxError, ValueError):
+            return False
 
     def function(self, module: str, qualname: str) -> Function | None:
         """The syntax tree of a function or method, or None when the release does not have it."""

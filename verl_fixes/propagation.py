@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_fixes import toggles
+from verl_fixes import probe, toggles
 from verl_fixes.identity import Identity
 from verl_fixes.patch import Patch
 from verl_fixes.trees import replace_items
@@ -37,6 +37,13 @@ def excluded_by(environ: Mapping[str, str]) -> str | None:
     return f"{EXTERNAL_PLUGINS}={policy}"
 
 
+def verl_loads_plugins() -> bool:
+    """Whether the installed verl looks for plugins by itself: 0.9.0 and later. Before, VERL_USE_EXTERNAL_PLUGINS is
+    nobody's variable and keeps nothing out."""
+    source = probe.locate("verl")
+    return source is not None and source.says("verl", EXTERNAL_PLUGINS)
+
+
 def worker_environment(
     environ: Mapping[str, str], decided: toggles.Toggles | None, catalog: tuple[Patch, ...], identity: Identity
 ) -> dict[str, str]:
@@ -49,10 +56,9 @@ def worker_environment(
         identity: what this process runs; a worker compares it with its own. A driver's travels on unchanged.
 
     Returns:
-        Empty when the plugin is not active here, or when the user keeps verl from loading it. Only ``VERL_FIXES=0``
-        when everything is off.
+        Empty when the plugin is not active here. Only ``VERL_FIXES=0`` when everything is off.
     """
-    if decided is None or excluded_by(environ):
+    if decided is None:
         return {}
     if decided.all_off:
         return {toggles.ALL: "0"}

@@ -60,7 +60,6 @@ def test_a_worker_decides_as_its_driver_did() -> None:
 def test_what_is_not_passed_on() -> None:
     assert environment({"VERL_FIXES": "0"}) == {"VERL_FIXES": "0"}
     assert worker_environment({}, None, CATALOG, MINE) == {}
-    assert environment({"VERL_USE_EXTERNAL_PLUGINS": "none"}) == {}
 
 
 def test_the_first_driver_of_a_chain_is_the_one_that_is_compared_with() -> None:

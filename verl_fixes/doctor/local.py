@@ -33,7 +33,7 @@ def route(environ: Mapping[str, str]) -> list[Finding]:
             return [error(check, f"{propagation.EXTERNAL_MODULES} names {name!r}; verl will not find it", way_out)]
     if propagation.PACKAGE in names:
         return [ok(check, f"{propagation.EXTERNAL_MODULES} names {propagation.PACKAGE}")]
-    return [_by_plugin(environ) if _loads_plugins(source) else _by_hand()]
+    return [_by_plugin(environ) if propagation.verl_loads_plugins() else _by_hand()]
 
 
 _RUN = "put `verl-fixes run --` before the command"
@@ -56,18 +56,6 @@ def _by_plugin(environ: Mapping[str, str]) -> Finding:
         message = "verl_fixes can be imported, but is not installed: verl finds no entry point of it"
         return warning("route", message, f"Either run `pip install verl-fixes`, or {_VARIABLE}.")
     return ok("route", "verl finds verl_fixes by its entry point")
-
-
-def _loads_plugins(source: probe.Source) -> bool:
-    return _says(source, "verl", propagation.EXTERNAL_PLUGINS)
-
-
-def _says(source: probe.Source, module: str, word: str) -> bool:
-    file = source.file(module) if module != "verl" else next((r / "__init__.py" for r in source.roots), None)
-    try:
-        return file is not None and probe.mentions(ast.parse(file.read_bytes()), word)
-    except (OSError, SyntaxError, ValueError):
-        return False
 
 
 def versions() -> list[Finding]:
@@ -219,7 +207,7 @@ def determinism(environ: Mapping[str, str]) -> list[Finding]:
     """
     check = "determinism"
     source = probe.locate("verl")
-    if source is None or not _says(source, "verl.trainer.constants_ppo", BATCH_INVARIANT):
+    if source is None or not source.says("verl.trainer.constants_ppo", BATCH_INVARIANT):
         return []
     value = environ.get(BATCH_INVARIANT, "")
     if value.strip() == "1":
