@@ -82,7 +82,7 @@ class Activation:
         return self.status()
 
     def identity(self) -> identity.Identity:
-        """What this process runs, for comparison with other processes. Reads files once for each set of decisions."""
+        """What this process runs, for comparison with other processes. Kept until something changes."""
         with self._lock:
             if self._identity is None:
                 self._identity = identity.Identity.of(self.status())
@@ -91,9 +91,8 @@ class Activation:
     def worker_environment(self) -> Mapping[str, str]:
         """What a Ray worker needs in its environment to do as this process does."""
         excluded = propagation.excluded_by(os.environ)
-        if excluded and propagation.verl_loads_plugins():
+        if excluded and self._toggles is not None and not self._toggles.all_off and propagation.verl_loads_plugins():
             say(f"Ray workers are left alone: {excluded} does not name verl_fixes. Add it there to reach them.")
-            return {}
         return propagation.worker_environment(os.environ, self._toggles, self._catalog, self.identity())
 
     def compare_with_driver(self, environ: Mapping[str, str]) -> None:
@@ -102,7 +101,7 @@ class Activation:
         Raises:
             StrictError: they differ, in strict mode.
         """
-        if toggles.DRIVER not in environ or self._toggles is None or self._toggles.all_off:
+        if self._toggles is None:
             return
         if different := propagation.difference(self.identity(), environ):
             message = (
@@ -127,7 +126,7 @@ class Activation:
     def block(self, error: Exception) -> None:
         """Record an error that kept the whole package from being activated: nothing applied, all is ``failed``."""
         with self._lock:
-            self._active, self._toggles = False, None
+            self._active, self._toggles, self._identity = False, None, None
             self._blocked = f"{type(error).__name__}: {error}"
             try:
                 self._restore_all()
@@ -194,6 +193,7 @@ class Activation:
         for patch, target in self._targets_in(name):
             if target not in self._outcomes and self._decision(patch).enabled:
                 self._outcomes[target] = outcome = self._apply(patch, target, module)
+                self._identity = None
                 self._log(patch, outcome)
                 if outcome.state in _TROUBLE:
                     self._take_out(patch, outcome)
@@ -356,7 +356,8 @@ def activate_on_import() -> None:
 
 def _introduce(mine: identity.Identity) -> None:
     """One log line a process: what it runs. INFO on rank 0, DEBUG elsewhere; also on stderr when asked for."""
-    first = os.environ.get("RANK", "0") == "0"
+    is_driver = toggles.DRIVER not in os.environ
+    first = os.environ.get("RANK", "0" if is_driver else "") == "0"
     logging.getLogger("verl_fixes").log(logging.INFO if first else logging.DEBUG, "%s", mine)
     level = os.environ.get(toggles.LOG, "").strip().lower()
     if level == "debug" or (level == "info" and first):

@@ -6,6 +6,7 @@ driver only is worse than none: it looks applied.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,11 +31,11 @@ def excluded_by(environ: Mapping[str, str]) -> str | None:
 
     Naming verl_fixes in VERL_USE_EXTERNAL_MODULES asks for it all the same.
     """
-    policy = environ.get(EXTERNAL_PLUGINS, "auto").strip()
+    policy = environ.get(EXTERNAL_PLUGINS, "auto").strip().lower()  # as verl reads it: empty names no plugin
     names = {name.strip() for name in policy.split(",")}
-    if policy.lower() in ("", "auto") or PACKAGE in names or PACKAGE in environ.get(EXTERNAL_MODULES, "").split(","):
+    if policy == "auto" or PACKAGE in names or PACKAGE in environ.get(EXTERNAL_MODULES, "").split(","):
         return None
-    return f"{EXTERNAL_PLUGINS}={policy}"
+    return f"{EXTERNAL_PLUGINS}={environ[EXTERNAL_PLUGINS]}"
 
 
 def verl_loads_plugins() -> bool:
@@ -56,18 +57,23 @@ def worker_environment(
         identity: what this process runs; a worker compares it with its own. A driver's travels on unchanged.
 
     Returns:
-        Empty when the plugin is not active here. Only ``VERL_FIXES=0`` when everything is off.
+        Empty when the plugin is not active here. When everything is off, only that. When the user keeps verl from
+        loading the plugin, only that.
     """
     if decided is None:
         return {}
+    driver = {toggles.DRIVER: environ.get(toggles.DRIVER) or identity.encode()}
     if decided.all_off:
-        return {toggles.ALL: "0"}
+        return {toggles.ALL: "0", **driver}
+    if excluded_by(environ) and verl_loads_plugins():
+        return {EXTERNAL_PLUGINS: environ[EXTERNAL_PLUGINS]}
     return {
         EXTERNAL_MODULES: with_package(environ.get(EXTERNAL_MODULES, "")),
+        toggles.ALL: "1",  # a node where everything is off must not stay so without a word
         **{patch.env: str(int(decided.patches[patch.name].enabled)) for patch in catalog},
-        toggles.STRICT: str(int(decided.strict)),
-        toggles.LOG: decided.log,
-        toggles.DRIVER: environ.get(toggles.DRIVER) or identity.encode(),
+        **({toggles.STRICT: "1"} if decided.strict else {}),
+        **({toggles.LOG: decided.log} if decided.log != "warning" else {}),
+        **driver,
     }
 
 
@@ -78,16 +84,20 @@ def extend_runtime_env(
 
     Args:
         runtime_env: a dict, a ``ray.runtime_env.RuntimeEnv`` or None.
-        additions: from :func:`worker_environment`; the argument itself comes back when they are empty.
-        inherited: ``env_vars`` that the worker gets anyway, from the job. They stay, too.
+        additions: from :func:`worker_environment`; the argument itself comes back when they are empty, or when the
+            ``env_vars`` that are there keep verl from loading the plugin.
+        inherited: ``env_vars`` that the worker gets anyway, from the job. They stay, too; only what the driver runs is
+            told anew, so that a switch which is older than the driver's last decision shows as a difference.
     """
-    if not additions:
-        return runtime_env
     own = dict((runtime_env or {}).get("env_vars") or {})
     present = {**(inherited or {}), **own}
+    if not additions or (excluded_by(present) and verl_loads_plugins()):
+        return runtime_env
     env_vars = {**{name: value for name, value in additions.items() if name not in present}, **own}
     if EXTERNAL_MODULES in additions and EXTERNAL_MODULES in present:
         env_vars[EXTERNAL_MODULES] = with_package(present[EXTERNAL_MODULES])
+    if toggles.DRIVER in additions:
+        env_vars[toggles.DRIVER] = additions[toggles.DRIVER]
     return replace_items({} if runtime_env is None else runtime_env, {"env_vars": env_vars})
 
 
@@ -112,9 +122,8 @@ def missing_package(error: BaseException) -> str | None:
     text = str(error)
     if f"No module named '{PACKAGE}'" not in text:
         return None
-    _, _, after = text.partition("ip=") if "ip=" in text else text.partition("ip: ")
-    address = after.split(",")[0].split(")")[0].split()[0] if after.strip() else ""
-    where = f"the node with IP {address}" if address else "the node named in this error"
+    address = re.search(r"\bip[=:]\s*([\w.:]+)", text)
+    where = f"the node with IP {address[1]}" if address else "the node named in this error"
     return (
         f"a Ray worker could not import verl_fixes. Run `pip install verl-fixes=={__version__}` on {where}, in the "
         "environment of its Ray workers; `verl-fixes doctor --ray` lists all nodes. "

@@ -64,7 +64,8 @@ def read(
         raise ToggleError(f"activate() was told to both enable and disable {', '.join(both)}.")
 
     variables = {patch.env for patch in catalog} | {ALL, STRICT, LOG, DRIVER}
-    for variable in sorted(environ):
+    from_driver = DRIVER in environ  # it may know more patches than we do; that is told as a difference, not as a typo
+    for variable in () if from_driver else sorted(environ):
         if (variable == ALL or variable.startswith(ALL + "_")) and variable not in variables:
             raise ToggleError(f"{variable} is no variable of verl-fixes.{_nearest(variable, variables)}")
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.conftest import make_patch
 from verl_fixes import toggles
+from verl_fixes.errors import ToggleError
 from verl_fixes.identity import Identity
 from verl_fixes.propagation import (
     EXTERNAL_MODULES,
@@ -33,10 +34,9 @@ def test_decisions_travel_however_they_were_made() -> None:
     plain = environment({})
     assert plain == {
         EXTERNAL_MODULES: "verl_fixes",
+        "VERL_FIXES": "1",
         "VERL_FIXES_FIRST_FIX": "1",
         "VERL_FIXES_SECOND_FIX": "0",
-        "VERL_FIXES_STRICT": "0",
-        "VERL_FIXES_LOG": "warning",
         "VERL_FIXES_DRIVER": "1.0;first-fix=applied;second-fix=disabled",
     }
     argued = environment({}, disable=["first-fix"], enable=["second-fix"], strict=True)
@@ -58,7 +58,8 @@ def test_a_worker_decides_as_its_driver_did() -> None:
 
 
 def test_what_is_not_passed_on() -> None:
-    assert environment({"VERL_FIXES": "0"}) == {"VERL_FIXES": "0"}
+    off = environment({"VERL_FIXES": "0"})
+    assert off == {"VERL_FIXES": "0", "VERL_FIXES_DRIVER": MINE.encode()}
     assert worker_environment({}, None, CATALOG, MINE) == {}
 
 
@@ -70,7 +71,9 @@ def test_the_first_driver_of_a_chain_is_the_one_that_is_compared_with() -> None:
     "environ, excluded",
     [
         ({}, False),
-        ({"VERL_USE_EXTERNAL_PLUGINS": "auto"}, False),
+        ({"VERL_USE_EXTERNAL_PLUGINS": " Auto "}, False),
+        ({"VERL_USE_EXTERNAL_PLUGINS": "VERL_FIXES"}, False),
+        ({"VERL_USE_EXTERNAL_PLUGINS": ""}, True),
         ({"VERL_USE_EXTERNAL_PLUGINS": " other, verl_fixes"}, False),
         ({"VERL_USE_EXTERNAL_PLUGINS": "other"}, True),
         ({"VERL_USE_EXTERNAL_PLUGINS": "none"}, True),
@@ -108,6 +111,23 @@ def test_what_is_there_stays(own: dict[str, str], inherited: dict[str, str], res
     for name, value in additions.items():
         assert effective[name] == value or name in present
     assert "verl_fixes" in effective[EXTERNAL_MODULES].split(",")
+
+
+def test_what_the_driver_runs_is_told_anew() -> None:
+    """The job was started before the driver changed its mind: the old switch stays, and shows as a difference."""
+    before, after = environment({}), environment({}, disable=["first-fix"])
+    after["VERL_FIXES_DRIVER"] = Identity("1.0", {"first-fix": "disabled", "second-fix": "disabled"}).encode()
+    env_vars = {**before, **extend_runtime_env(None, after, before)["env_vars"]}
+    assert env_vars["VERL_FIXES_FIRST_FIX"] == "1"
+    assert env_vars["VERL_FIXES_DRIVER"] == after["VERL_FIXES_DRIVER"]
+
+
+def test_a_worker_ignores_switches_that_only_a_newer_driver_knows() -> None:
+    unknown = {"VERL_FIXES_FROM_THE_FUTURE": "1"}
+    with pytest.raises(ToggleError):
+        toggles.read(unknown, CATALOG)
+    decided = toggles.read({**unknown, "VERL_FIXES_DRIVER": "2.0;from-the-future=applied"}, CATALOG)
+    assert decided.patches["first-fix"].enabled
 
 
 def test_no_runtime_env_and_nothing_to_add() -> None:
@@ -160,6 +180,7 @@ def test_a_driver_of_another_kind() -> None:
         ("(pid=7, ip=10.0.0.7, actor_id=1) No module named 'verl_fixes'", "the node with IP 10.0.0.7"),
         ("node ip: 10.0.0.8 died. No module named 'verl_fixes'", "the node with IP 10.0.0.8"),
         ("No module named 'verl_fixes'", "the node named in this error"),
+        ("No module named 'verl_fixes' in lib.zip=, x", "the node named in this error"),
     ],
 )
 def test_a_missing_package_says_what_to_install_where(text: str, address: str) -> None:

@@ -6,14 +6,16 @@ running already, workers run stock code while the driver reports its fixes as ap
 What the wrappers do: they add the driver's decisions to the ``env_vars`` of the job (``get_ppo_ray_runtime_env``), of
 every actor, and of verl's remote functions. Existing values stay; the list in VERL_USE_EXTERNAL_MODULES is extended;
 ``worker_process_setup_hook`` belongs to the user and is not touched. A worker on a node without this package fails,
-and ``ray.get`` adds what to install where.
+and the error that ``ray.get`` raises says what to install where.
 
 When it can go: when verl forwards VERL_USE_EXTERNAL_MODULES and the switches of its plugins by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -33,16 +35,16 @@ def extend_actor(original: Callable[..., Any], self: Any, *args: Any, **options:
     """Around ``ActorClass._remote(args, kwargs, **options)``, through which every actor is created."""
     additions = propagation.environment_of_this_process()
     if additions:
-        options["runtime_env"] = _extended(self, options, additions)
+        options["runtime_env"] = _extended(options, additions)
     return original(self, *args, **options)
 
 
-def _extended(remote: Any, options: Mapping[str, Any], additions: Mapping[str, str]) -> Any:
-    """The runtime environment of a call, with ours added: that of the call, or of the decorator."""
+def _extended(options: Mapping[str, Any], additions: Mapping[str, str]) -> Any:
+    """The runtime environment of a call, with ours added."""
     import ray
     from ray.runtime_env import RuntimeEnv
 
-    given = options.get("runtime_env") or remote._default_options.get("runtime_env")
+    given = options.get("runtime_env")  # the decorator's is in there already, unless the call took it away
     job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     extended = propagation.extend_runtime_env(given, additions, job.get("env_vars"))
     return RuntimeEnv(**extended) if type(extended) is dict else extended
@@ -55,25 +57,36 @@ def _serialized(runtime_env: Any) -> str:
     return info
 
 
+def _home(function: Any) -> str:
+    """The module that defines a function, also where ``python -m`` calls it ``__main__``."""
+    module = getattr(function, "__module__", None) or ""
+    spec = getattr(sys.modules["__main__"], "__spec__", None) if module == "__main__" else None
+    return module if spec is None else str(spec.name)
+
+
 def extend_task(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
     """Around ``RemoteFunction._remote``: remote functions that verl defines."""
-    if getattr(self._function, "__module__", "").partition(".")[0] == "verl":
+    if _home(self._function).partition(".")[0] == "verl":
         additions = propagation.environment_of_this_process()
         if additions:
-            options["runtime_env"] = extended = _extended(self, options, additions)
+            options["runtime_env"] = extended = _extended(options, additions)
             options["serialized_runtime_env_info"] = _serialized(extended)  # what came was made without ours
     return original(self, *args, **options)
 
 
 def explain_missing_package(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``ray.get``: an error of a node without this package says what to install where."""
+    """Around what ``ray.get`` calls: an error of a node without this package says what to install where.
+
+    Not around ``ray.get`` itself: functions of the user that refer to it would be pickled together with our wrapper.
+    """
     try:
         return original(*args, **kwargs)
     except Exception as error:
-        if message := propagation.missing_package(error):
-            say(message)
-            if hasattr(error, "add_note"):
-                error.add_note(f"verl-fixes: {message}")
+        with contextlib.suppress(Exception):  # a diagnosis must not take the place of what it is about
+            if message := propagation.missing_package(error):
+                say(message)
+                if hasattr(error, "add_note"):
+                    error.add_note(f"verl-fixes: {message}")
         raise
 
 
@@ -133,8 +146,8 @@ PATCH = Patch(
             on_install=_check_remote_function,
         ),
         Target(
-            module="ray",
-            qualname="get",
+            module="ray._private.worker",
+            qualname="Worker.get_objects",
             wrapper=explain_missing_package,
             question=None,
         ),

@@ -10,6 +10,7 @@ When it can go: never, it is about this package.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,13 +29,21 @@ def add_to_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     config = call["config"]
     if not isinstance(config, Mapping) or "verl_fixes" in config:
         return call()
-    mine = identity.of_this_process()
-    fixes = {"version": mine.version, "hash": mine.digest, "states": dict(mine.states)}
-    try:
-        return call(config=replace_items(config, {"verl_fixes": fixes}))
-    except Exception as error:
-        say(f"the run's config does not name its fixes, a tracking backend failed: {type(error).__name__}: {error}")
+    if "mlflow" in call["default_backend"] and os.environ.get("MLFLOW_RUN_ID"):
+        say("the config of the resumed mlflow run does not name its fixes: mlflow refuses params that changed")
         return call()
+    mine = identity.of_this_process()
+    fixes = {"verl_fixes": {"version": mine.version, "hash": mine.digest, "states": dict(mine.states)}}
+    try:
+        extended = replace_items(config, fixes)
+    except Exception:  # an OmegaConf config that takes no new keys
+        extended = {**config, **fixes}
+    try:
+        return call(config=extended)
+    except Exception as error:
+        result = call()  # raises again what has nothing to do with us
+        say(f"the run's config does not name its fixes, a backend refused them: {type(error).__name__}: {error}")
+        return result
 
 
 PATCH = Patch(
