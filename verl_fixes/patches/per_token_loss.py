@@ -313,7 +313,7 @@ PATCH = Patch(
         "tells Megatron how many tokens the loss was summed over. The MoE aux and z losses are then multiplied by the "
         "token count (grad_norm in the thousands instead of 0.3), and the policy gradient by DP x CP, which only "
         "clipping hides. verl 0.9.0 and 0.9.1 lose the remainder of every "
-        "micro-batch at CP>1 (about 1 % of the policy gradient in our tests) and refuse BSHD for dense models and, on "
+        "micro-batch at CP>1 (0.5 % of the policy gradient in our tests) and refuse BSHD for dense models and, on "
         "0.9.0, seq-mean-token-mean."
     ),
     does=(
