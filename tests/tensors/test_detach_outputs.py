@@ -10,12 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tensors.strategies import nested
 from verl_fixes.patches.detach_outputs import detach_model_output, detach_tree
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 def attached(n: float) -> torch.Tensor:
@@ -25,16 +21,7 @@ def attached(n: float) -> torch.Tensor:
 leaves = st.one_of(
     st.none(), st.text(max_size=3), st.integers(), st.integers(0, 9).map(attached), st.integers(0, 9).map(torch.tensor)
 )
-trees = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(st.text(max_size=2), inner, max_size=3),
-        st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
-    ),
-    max_leaves=12,
-)
+trees = nested(leaves)
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tensors.strategies import Pair, nested
 from verl_fixes.patches.scalar_metrics import fetch, plain_numbers
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 SHAPES = ((), (1,), (1, 1), (1, 1, 1))
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -89,16 +85,7 @@ leaves = st.one_of(
 )
 trees = st.dictionaries(
     st.text(max_size=3),
-    st.recursive(
-        leaves,
-        lambda inner: st.one_of(
-            st.lists(inner, max_size=3),
-            st.lists(inner, max_size=3).map(tuple),
-            st.dictionaries(st.text(max_size=2), inner, max_size=3),
-            st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
-        ),
-        max_leaves=12,
-    ),
+    nested(leaves),
     max_size=4,
 )
 
