@@ -15,12 +15,9 @@ from types import ModuleType
 from verl_fixes import identity, import_hooks, probe, propagation, toggles, wrapping
 from verl_fixes.catalog import CATALOG, check
 from verl_fixes.errors import InstallError, RestoreError, StrictError
-from verl_fixes.patch import Patch, State, Target, Wrapper
+from verl_fixes.patch import INSTALLED, TROUBLE, Patch, State, Target, Wrapper
 from verl_fixes.records import Record, TargetRecord, summarise
 from verl_fixes.stderr import say
-
-_TROUBLE = (State.DRIFTED, State.FAILED)
-_INSTALLED = (State.APPLIED, State.REFINED)
 
 
 class Activation:
@@ -58,6 +55,18 @@ class Activation:
             StrictError: in strict mode, a patch is drifted or failed.
             RestoreError: a patch is to be switched off and somebody has wrapped on top of it.
         """
+        self.start(enable=enable, disable=disable, strict=strict, environ=environ)
+        return self.status()
+
+    def start(
+        self,
+        *,
+        enable: Iterable[str] = (),
+        disable: Iterable[str] = (),
+        strict: bool | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """As :meth:`activate`, without an answer: reads no file of a module that is not imported."""
         check(self._catalog)
         environment = os.environ if environ is None else environ
         decided = toggles.read(environment, self._catalog, enable=enable, disable=disable, strict=strict)
@@ -79,7 +88,6 @@ class Activation:
         self._sweep()
         with self._lock:
             self._stop_if_strict()
-        return self.status()
 
     def identity(self) -> identity.Identity:
         """What this process runs, for comparison with other processes. Kept until something changes."""
@@ -101,7 +109,7 @@ class Activation:
         Raises:
             StrictError: they differ, in strict mode.
         """
-        if self._toggles is None:
+        if toggles.DRIVER not in environ or self._toggles is None:
             return
         if different := propagation.difference(self.identity(), environ):
             message = (
@@ -186,7 +194,7 @@ class Activation:
         self._modules[name] = module
         for patch, target in self._targets_in(name):
             outcome = self._outcomes.get(target)
-            installed = outcome is not None and outcome.state in _INSTALLED
+            installed = outcome is not None and outcome.state in INSTALLED
             if again or (installed and not wrapping.lives_in(patch.name, target, module)):  # reloaded
                 self._outcomes.pop(target, None)
                 wrapping.forget(patch.name, target)
@@ -195,14 +203,14 @@ class Activation:
                 self._outcomes[target] = outcome = self._apply(patch, target, module)
                 self._identity = None
                 self._log(patch, outcome)
-                if outcome.state in _TROUBLE:
+                if outcome.state in TROUBLE:
                     self._take_out(patch, outcome)
 
     def _apply(self, patch: Patch, target: Target, module: ModuleType) -> TargetRecord:
         if patch.atomic:
             for other in patch.targets:
                 outcome = self._outcomes.get(other)
-                if outcome is not None and outcome.state in _TROUBLE:
+                if outcome is not None and outcome.state in TROUBLE:
                     return _record(target, outcome.state, f"left out with the rest of {patch.name}: {outcome.reason}")
         state, reason, wrapper = _examine(patch, target)
         if wrapper is not None:
@@ -219,7 +227,7 @@ class Activation:
             consequence = "The whole patch is left out"
             for target in patch.targets:
                 outcome = self._outcomes.get(target)
-                if outcome is None or outcome.state in _TROUBLE:
+                if outcome is None or outcome.state in TROUBLE:
                     continue
                 try:
                     wrapping.restore(patch.name, target)
@@ -240,7 +248,7 @@ class Activation:
         for patch in self._catalog:
             for target in patch.targets:
                 outcome = self._outcomes.get(target)
-                if outcome is None or outcome.state not in _TROUBLE or module_name not in (None, target.module):
+                if outcome is None or outcome.state not in TROUBLE or module_name not in (None, target.module):
                     continue
                 raise StrictError(
                     f"{patch.name} is {outcome.state} on {target}: {outcome.reason}. {toggles.STRICT}=1 stops here. "
@@ -254,7 +262,7 @@ class Activation:
 
     def _log(self, patch: Patch, outcome: TargetRecord) -> None:
         level = self._toggles.log if self._toggles else "warning"
-        if level == "debug" or (level == "info" and outcome.state in _INSTALLED):
+        if level == "debug" or (level == "info" and outcome.state in INSTALLED):
             say(f"{patch.name} {outcome.state}: {outcome.module}:{outcome.qualname} ({outcome.reason})")
 
     def _summary(self, patch: Patch) -> Record:
@@ -343,9 +351,9 @@ def is_own_command_line() -> bool:
 def activate_on_import() -> None:
     """What ``import verl_fixes`` does: activate, and never break the program that imports us, unless strict."""
     try:
-        activate()
+        _process.start()
         _process.compare_with_driver(os.environ)
-        _introduce(_process.identity())
+        _introduce()
     except Exception as error:
         _process.block(error)
         say(f"nothing is applied in this process: {type(error).__name__}: {error}")
@@ -354,11 +362,18 @@ def activate_on_import() -> None:
             raise
 
 
-def _introduce(mine: identity.Identity) -> None:
-    """One log line a process: what it runs. INFO on rank 0, DEBUG elsewhere; also on stderr when asked for."""
+def _introduce() -> None:
+    """One log line a process: what it runs. INFO on rank 0, DEBUG elsewhere; also on stderr when asked for.
+
+    Where nobody listens, nothing is read to write it.
+    """
     is_driver = toggles.DRIVER not in os.environ
     first = os.environ.get("RANK", "0" if is_driver else "") == "0"
-    logging.getLogger("verl_fixes").log(logging.INFO if first else logging.DEBUG, "%s", mine)
+    logger, severity = logging.getLogger("verl_fixes"), logging.INFO if first else logging.DEBUG
     level = os.environ.get(toggles.LOG, "").strip().lower()
-    if level == "debug" or (level == "info" and first):
-        say(str(mine))
+    wanted = level == "debug" or (level == "info" and first)
+    if wanted or logger.isEnabledFor(severity):
+        mine = _process.identity()
+        logger.log(severity, "%s", mine)
+        if wanted:
+            say(str(mine))

@@ -38,6 +38,10 @@ class State(str, Enum):
         return self.value
 
 
+INSTALLED = (State.APPLIED, State.REFINED)
+TROUBLE = (State.DRIFTED, State.FAILED)
+
+
 @dataclass(frozen=True, eq=False)
 class Target:
     """One function of verl (or Megatron) and what to put around it.

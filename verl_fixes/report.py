@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_fixes import probe
-from verl_fixes.patch import Patch, State
+from verl_fixes.patch import TROUBLE, Patch, State
 from verl_fixes.records import Record
 from verl_fixes.version import __version__
 
@@ -48,7 +48,7 @@ def heading() -> str:
 
 def in_trouble(records: Sequence[Record]) -> bool:
     """Whether something is drifted or failed, or will be once its module is imported."""
-    return any(r.state in (State.DRIFTED, State.FAILED) or r.expected in (State.DRIFTED, State.FAILED) for r in records)
+    return any(record.state in TROUBLE or record.expected in TROUBLE for record in records)
 
 
 def as_json(records: Sequence[Record]) -> str:

@@ -122,7 +122,7 @@ def restore(patch_name: str, target: Target | None = None) -> None:
         RestoreError: somebody wrapped on top of us. Nothing is changed then.
     """
     with _lock:
-        affected = [stack for stack in _stacks if any(_belongs(layer, patch_name, target) for layer in stack.layers)]
+        affected = _stacks_with(patch_name, target)
         for stack in affected:
             stack.refuse_if_covered()
         for stack in affected:
@@ -145,19 +145,13 @@ def lives_in(patch_name: str, target: Target, module: ModuleType) -> bool:
         owner, name = _owner(module, target.qualname)
     except (KeyError, AttributeError):
         return False
-    return any(
-        owner is spot[0] and name == spot[1]
-        for stack in _stacks
-        if any(_belongs(layer, patch_name, target) for layer in stack.layers)
-        for spot in stack.spots
-    )
+    stacks = _stacks_with(patch_name, target)
+    return any(owner is spot[0] and name == spot[1] for stack in stacks for spot in stack.spots)
 
 
 def trouble(patch_name: str, target: Target) -> str:
     """What keeps wrappers of a target from running, in words: replaced by somebody, or could not be wrapped."""
-    replaced = (
-        stack.intruder() for stack in _stacks if any(_belongs(layer, patch_name, target) for layer in stack.layers)
-    )
+    replaced = (stack.intruder() for stack in _stacks_with(patch_name, target))
     missed = (f"{what}: {why}" for what, why in _uncovered.get((patch_name, str(target)), {}).items())
     return "; ".join(filter(None, (*replaced, *missed)))
 
@@ -227,6 +221,10 @@ def _owner(module: ModuleType, qualname: str) -> tuple[Any, str]:
 
 def _belongs(layer: _Layer, patch_name: str, target: Target | None) -> bool:
     return layer.patch.name == patch_name and (target is None or layer.target is target)
+
+
+def _stacks_with(patch_name: str, target: Target | None) -> list[_Stack]:
+    return [stack for stack in _stacks if any(_belongs(layer, patch_name, target) for layer in stack.layers)]
 
 
 def _drop_layers(stack: _Stack, patch_name: str, target: Target | None) -> None:

@@ -9,15 +9,13 @@ from importlib import metadata
 from verl_fixes import probe, propagation, toggles
 from verl_fixes.doctor import packages
 from verl_fixes.doctor.findings import Finding, error, info, ok, warning
-from verl_fixes.patch import State
+from verl_fixes.patch import INSTALLED, TROUBLE, State
 from verl_fixes.records import Record
 
 PLATFORM = "VERL_PLATFORM"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 ROUTER_LOSS_LINK = "https://github.com/NVIDIA/Megatron-LM/issues/5047"
 ROUTER_LOSS_PATCH = "moe-aux-scale"
-_TROUBLE = (State.DRIFTED, State.FAILED)
-_INSTALLED = (State.APPLIED, State.REFINED)
 
 
 def route(environ: Mapping[str, str]) -> list[Finding]:
@@ -75,14 +73,14 @@ def patches(records: Sequence[Record]) -> list[Finding]:
 
 def _patch(record: Record) -> Finding:
     check = f"patch {record.name}"
-    if record.state in _TROUBLE or record.expected in _TROUBLE:
-        state = record.state if record.state in _TROUBLE else record.expected
-        reasons = [t.reason for t in record.targets if t.state in _TROUBLE or t.expected in _TROUBLE]
+    if record.state in TROUBLE or record.expected in TROUBLE:
+        state = record.state if record.state in TROUBLE else record.expected
+        reasons = [t.reason for t in record.targets if t.state in TROUBLE or t.expected in TROUBLE]
         way_out = f"Run `verl-fixes explain {record.name}`. {record.env}=0 runs without this fix."
         message = f"{state}: {'; '.join(dict.fromkeys(reasons))}"
         return error(check, message, way_out, next(iter(record.upstream), ""))
     waiting = [target for target in record.targets if target.state is State.PENDING]
-    if record.state in _INSTALLED and not waiting:
+    if record.state in INSTALLED and not waiting:
         return ok(check, f"{record.state}: {record.reason}")
     message = f"{record.state}: {record.reason}"
     if waiting:
@@ -111,7 +109,7 @@ def router_losses(records: Sequence[Record]) -> list[Finding]:
     if version >= (0, 19, 0):
         return [ok(check, f"megatron-core {core.version} scales the MoE aux and z loss")]
     ours = next((record for record in records if record.name == ROUTER_LOSS_PATCH), None)
-    if ours is not None and ours.expected in _INSTALLED:
+    if ours is not None and ours.expected in INSTALLED:
         return [ok(check, f"megatron-core {core.version}; {ROUTER_LOSS_PATCH} scales the MoE aux and z loss")]
     message = (
         f"megatron-core {core.version} leaves the MoE aux and z loss too small by the factor TP x CP when "
