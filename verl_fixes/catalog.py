@@ -6,11 +6,19 @@ from collections.abc import Sequence
 
 from verl_fixes.errors import CatalogError
 from verl_fixes.patch import Patch
-from verl_fixes.patches import detach_outputs, per_token_loss, ray_propagation, run_provenance, scalar_metrics
+from verl_fixes.patches import (
+    detach_outputs,
+    moe_aux_scale,
+    per_token_loss,
+    ray_propagation,
+    run_provenance,
+    scalar_metrics,
+)
 
 CATALOG: tuple[Patch, ...] = (
     scalar_metrics.PATCH,
     per_token_loss.PATCH,
+    moe_aux_scale.PATCH,
     detach_outputs.PATCH,
     ray_propagation.PATCH,
     run_provenance.PATCH,

@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_fixes.errors import UnsupportedSettingError
-from verl_fixes.patches.per_token_loss import active_router_losses, local_share, reject_unsupported, routed_tokens
+from verl_fixes.patches.per_token_loss import active_router_losses, reject_unsupported
+from verl_fixes.token_counts import (
+    alignment_padding,
+    local_share,
+    routed_tokens,
+)
 
 lengths_of_a_batch = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum)
 
@@ -51,6 +56,15 @@ def test_strided_nested_ids() -> None:
 
 def test_an_absent_mask_may_also_be_none() -> None:
     assert routed_tokens({"attention_mask": None, "input_ids": jagged([2, 3])}).item() == 5
+
+
+@given(lengths_of_a_batch, st.sampled_from([1, 2, 4, 6, 8, 32]))
+def test_padding_makes_every_sequence_a_multiple(lengths: list[int], multiple: int) -> None:
+    padding = alignment_padding({"input_ids": jagged(lengths)}, multiple)
+    assert padding == sum(
+        next(n for n in range(length, length + multiple) if n % multiple == 0) for length in lengths
+    ) - sum(lengths)
+    assert alignment_padding({"input_ids": torch.ones(2, 5)}, multiple) == 0  # not packed
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=6), st.integers(1, 9))

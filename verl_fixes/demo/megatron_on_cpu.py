@@ -47,10 +47,10 @@ Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 VOCABULARY = 128
 
-# The standard batch: 8 sequences of about 23 tokens. Totals per pair of rows, all tokens: 45, 44, 46, 48; response
-# tokens: 33, 29, 35, 32. Neither divides evenly by 2, 4 or 8 everywhere, so that a lost remainder shows.
-PROMPT_LENGTHS = (5, 7, 6, 9, 7, 4, 10, 6)
-RESPONSE_LENGTHS = (18, 15, 17, 12, 19, 16, 11, 21)
+# The standard batch: prompt and response tokens of 8 sequences of about 23. Totals per pair of rows, all tokens: 45,
+# 44, 46, 48; response tokens: 33, 29, 35, 32. Neither divides evenly by 2, 4 or 8 everywhere, so that a lost remainder
+# shows, and most sequences are padded when TP or CP pack them.
+STANDARD = ((5, 18), (7, 15), (6, 17), (9, 12), (7, 19), (4, 16), (10, 11), (6, 21))
 
 
 @dataclass(frozen=True)
@@ -287,17 +287,22 @@ def make_batch(
     dp_size: int = 1,
     micro_batches: int = 4,
     repeat: int = 1,
+    lengths: Sequence[Sequence[int]] = STANDARD,
+    advantage: float = 0.005,
     attention_mask: Literal["dense", "nested"] | None = "dense",
     sft: bool = False,
     seed: int = 0,
     **settings: Any,
 ) -> Any:
-    """This DP rank's rows of the standard batch, as the release's engine wants them without padding.
+    """This DP rank's rows of the standard batch or another, as the release's engine wants them without padding.
 
     Args:
         dp_rank, dp_size: which contiguous share of the rows to return.
         micro_batches: how many micro-batches *this rank's* rows are split into.
-        repeat: how many times the lengths of the 8 rows are used, with other contents each time.
+        repeat: how many times the rows' lengths are used, with other contents each time.
+        lengths: prompt and response tokens of each row.
+        advantage: standard deviation of the advantages. Small, so that the router's losses weigh in the gradient
+            norm; with 0 there is no policy gradient at all.
         attention_mask: ``"dense"`` is the layout of verl's trainer, with a padded ``[rows, 31]`` mask and padded
             response tensors ``[rows, 21]``; ``"nested"`` and ``None`` have jagged response tensors ``[rows, j]`` and a
             jagged or no mask. The loss functions of verl 0.7.0 take the dense layout only, those of 0.7.1 no ``None``.
@@ -314,13 +319,13 @@ def make_batch(
     from verl.utils.dataset.dataset_utils import DatasetPadMode
     from verl.workers.utils.padding import left_right_2_no_padding
 
-    rows, prompt_width, response_width = repeat * len(PROMPT_LENGTHS), max(PROMPT_LENGTHS), max(RESPONSE_LENGTHS)
+    prompt_lengths, response_lengths = torch.tensor([*lengths] * repeat).T
+    rows, prompt_width, response_width = len(prompt_lengths), int(prompt_lengths.max()), int(response_lengths.max())
     generator = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
         return torch.randn(rows, response_width, generator=generator)
 
-    prompt_lengths, response_lengths = torch.tensor(PROMPT_LENGTHS * repeat), torch.tensor(RESPONSE_LENGTHS * repeat)
     prompt_mask = torch.arange(prompt_width).flip(0) < prompt_lengths[:, None]  # padded on the left
     response_mask = torch.arange(response_width) < response_lengths[:, None]  # padded on the right
     mask = torch.cat([prompt_mask, response_mask], dim=1)
@@ -334,8 +339,7 @@ def make_batch(
         "response_mask": response_mask.long(),
         # near what random weights give: log(1 / vocabulary)
         "old_log_probs": (noise() * 0.05 - torch.tensor(float(VOCABULARY)).log()) * response_mask,
-        # small, so that the router's losses weigh in the gradient norm
-        "advantages": noise() * 0.005 * response_mask,
+        "advantages": noise() * advantage * response_mask,
         "values": noise() * 0.1 * response_mask,
         "returns": noise() * response_mask,
     }

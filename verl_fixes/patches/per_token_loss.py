@@ -9,8 +9,11 @@ remainder of every micro-batch, and refuse settings that are valid.
 What the wrappers do: count the routed tokens of the mini-batch once over data parallel ranks (``routed``), and return
 ``(loss * routed / dp_size, local tokens, output)`` for each micro-batch. verl's loss already is the mean over the
 global batch times ``dp_size``, so after Megatron's division by ``routed`` the gradient is the one of the flag being
-off. Context parallel rank r reports ``n // cp + (r < n % cp)`` of the n tokens that it shares with its group, so
-that the counts add up to ``routed`` exactly.
+off, whatever is counted, as long as the local tokens add up to ``routed``. What is counted decides how much the
+router's losses weigh: the router sees, and multiplies by, the padding to a multiple of TP and CP as well, so this is
+counted, too. Where tokens do not divide evenly (BSHD), context parallel rank r reports ``n // cp + (r < n % cp)`` of
+the n tokens that it shares with its group. The loss of multi-token prediction layers is a mean over response tokens;
+it is weighed so that it stays one.
 
 When it can go: not yet, as of verl 0.9.1. The 3-tuple: with 0.9.0.
 Sources: https://github.com/verl-project/verl/pull/6836, guards as of https://github.com/verl-project/verl/pull/7914
@@ -21,48 +24,20 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from verl_fixes.arguments import Call
 from verl_fixes.errors import UncountedError, UnsupportedSettingError
+from verl_fixes.mtp_normalisation import mtp_loss_normalised
 from verl_fixes.patch import Patch, Target
 from verl_fixes.probe import Function, Source, Verdict, mentions
-
-if TYPE_CHECKING:
-    import torch
+from verl_fixes.token_counts import alignment_padding, local_share, packing_multiple, routed_tokens
 
 _AUX_LOSS_TYPES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 _MINI_BATCH = ("self", "data", "loss_function", "forward_only")
 _MICRO_BATCH = ("self", "output", "data", "forward_only", "loss_function")
 _ROUTED = "routed_num_tokens"
 """Upstream's key, from 0.9.0 on, for the routed tokens of the mini-batch over all data parallel ranks."""
-
-
-def routed_tokens(data: Any) -> torch.Tensor:
-    """Number of real tokens that a batch feeds to the MoE router, as a 0-d int64 tensor on the batch's device.
-
-    ``attention_mask`` decides when there is one (dense, or nested as in the no-padding path); SFT data without one
-    counts its packed ``input_ids``. Not ``loss_mask``: it counts response tokens, and the router sees prompts, too.
-    """
-    import torch
-
-    mask = data.get("attention_mask", None)
-    if mask is not None:
-        if mask.is_nested:
-            return torch.stack([row.sum() for row in mask.unbind()]).sum().to(torch.int64)
-        return mask.sum().to(torch.int64)
-    ids = data["input_ids"]
-    if ids.is_nested and ids.layout is torch.jagged:
-        lengths = ids.lengths()
-        return (ids.offsets().diff() if lengths is None else lengths).sum().to(torch.int64)
-    return torch.tensor(ids.numel(), dtype=torch.int64, device=ids.device)
-
-
-def local_share(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """This context parallel rank's share of ``tokens``; the shares of the group add up to ``tokens`` exactly."""
-    import torch
-
-    return (tokens // cp_size + (tokens % cp_size > cp_rank)).to(torch.int)
 
 
 def active_router_losses(config: Any) -> list[str]:
@@ -145,22 +120,37 @@ def count_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     from verl.utils import tensordict_utils as tu
     from verl.utils.device import get_device_id
 
-    routed = routed_tokens(data).to(get_device_id())
+    routed = (routed_tokens(data) + alignment_padding(data, packing_multiple(engine))).to(get_device_id())
     torch.distributed.all_reduce(routed, group=engine.get_data_parallel_group())
     tu.assign_non_tensor(data, **{_ROUTED: routed.item()})
-    return call()
+    with mtp_loss_normalised(engine, data):
+        return call()
 
 
 def check_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``forward_backward_batch`` of verl 0.9, which counts by itself: today's guard, on every rank.
+    """Around ``forward_backward_batch`` of verl 0.9, which counts by itself: today's guard on every rank, and padding.
 
     Upstream's own guard sits in the last pipeline stage; the other stages would wait for it until NCCL times out.
     """
     call = Call(original, _MINI_BATCH, args, kwargs)
-    engine = call["self"]
-    if _in_force(engine, call["loss_function"]) and not _dynamic_context_parallel(engine):
-        reject_unsupported(engine)
-    return call()
+    engine, data = call["self"], call["data"]
+    if not _in_force(engine, call["loss_function"]) or _dynamic_context_parallel(engine):
+        return call()
+    reject_unsupported(engine)
+    with _padding_counted(engine), mtp_loss_normalised(engine, data):
+        return call()
+
+
+@contextmanager
+def _padding_counted(engine: Any) -> Iterator[None]:
+    """Upstream's own count, which it asks for once a mini-batch and once a micro-batch, includes the padding."""
+    upstream = engine._routed_num_tokens
+    multiple = packing_multiple(engine)
+    engine._routed_num_tokens = lambda data: upstream(data) + alignment_padding(data, multiple)
+    try:
+        yield
+    finally:
+        del engine._routed_num_tokens
 
 
 class _RecordedLoss:
@@ -227,7 +217,10 @@ def _three_tuple(
     from megatron.core import parallel_state as mpu
     from verl.utils import tensordict_utils as tu
 
-    tokens = engine._routed_num_tokens(data) if upstream_has_it else routed_tokens(data)
+    if upstream_has_it:
+        tokens = engine._routed_num_tokens(data)
+    else:
+        tokens = routed_tokens(data) + alignment_padding(data, packing_multiple(engine))
     routed = tu.get_non_tensor_data(data, key=_ROUTED, default=None)
     dp_size = tu.get_non_tensor_data(data, key="dp_size", default=1)
     if routed is None:

@@ -12,16 +12,17 @@ verl_fixes.deactivate()
 
 def phases(measure: Callable[[], Any], **activate: Any) -> dict[str, Any]:
     """``measure()`` before activation, while active and after ``deactivate()``; an exception counts as its answer."""
-    before = _attempt(measure)
+    before = attempt(measure)
     verl_fixes.activate(**activate)
     try:
-        fixed = _attempt(measure)
+        fixed = attempt(measure)
     finally:
         verl_fixes.deactivate()
-    return {"stock": before, "fixed": fixed, "back": _attempt(measure)}
+    return {"stock": before, "fixed": fixed, "back": attempt(measure)}
 
 
-def _attempt(measure: Callable[[], Any]) -> Any:
+def attempt(measure: Callable[[], Any]) -> Any:
+    """``measure()``, or the exception that it raised, as text."""
     try:
         return measure()
     except Exception as error:

@@ -1,19 +1,21 @@
 """Steps of the stock Megatron engines on CPU, on stock code, with the fixes, and on stock code again.
 
-Started by :func:`tests.stock.megatron.steps` in every process of a gloo group.
+Started by :func:`tests.megatron.steps.steps` in every process of a gloo group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import verl_fixes
-from tests.stock.jobs.phases import phases
+from tests.stock.jobs.phases import attempt, phases
 from verl_fixes.demo import megatron_on_cpu as cpu
 
 
@@ -87,6 +89,31 @@ def _heirs(cls: type) -> dict[str, type]:
     return {"same": Same, "doubles": Doubles, "own fix": OwnFix, "selects": Selects}
 
 
+class _OtherTensorParallelSize:
+    """Megatron's parallel state, except for what verl pads packed sequences to a multiple of."""
+
+    def __init__(self, parallel_state: Any, size: int) -> None:
+        self._parallel_state = parallel_state
+        self.get_tensor_model_parallel_world_size = lambda: size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parallel_state, name)
+
+
+@contextlib.contextmanager
+def _packed_to(multiple: int | None) -> Iterator[None]:
+    """Sequences are padded as a layout with more TP or CP pads them, so that the router sees the same tokens."""
+    from verl.models.mcore import util
+
+    parallel_state = util.mpu
+    if multiple is not None:
+        util.mpu = _OtherTensorParallelSize(parallel_state, multiple)
+    try:
+        yield
+    finally:
+        util.mpu = parallel_state
+
+
 def _step(engine: Any, heirs: dict[Any, type], case: dict[str, Any], saved: dict[str, Any], key: str) -> dict[str, Any]:
     case = dict(case)
     heir = case.pop("heir", None)
@@ -95,7 +122,10 @@ def _step(engine: Any, heirs: dict[Any, type], case: dict[str, Any], saved: dict
     forward_only = case.pop("forward_only", False)
     if case.pop("no_loss", False):
         loss = None
-    batch = cpu.make_batch(dp_rank=engine.get_data_parallel_rank(), dp_size=engine.get_data_parallel_size(), **case)
+    share = {"dp_rank": engine.get_data_parallel_rank(), "dp_size": engine.get_data_parallel_size()}
+    batch = cpu.make_batch(**(share | case))
+    per_micro_batch = int(batch["micro_batch_size_per_gpu"])
+    lengths = batch["input_ids"].offsets().diff().split(per_micro_batch)
     with _Watched(engine) as watched:
         if forward_only:
             with engine.eval_mode():
@@ -105,7 +135,7 @@ def _step(engine: Any, heirs: dict[Any, type], case: dict[str, Any], saved: dict
             result = cpu.train_step(engine, batch, loss)
             saved[f"{_phase()}/{key}"] = cpu.gather_gradients(engine, result.gradients)
             answer = {"loss": result.output.get("loss"), "grad_norm": result.grad_norm}
-    return answer | watched.report()
+    return answer | watched.report() | {"batch": [int(part.sum()) for part in lengths]}
 
 
 def main() -> None:
@@ -114,8 +144,11 @@ def main() -> None:
     answers: dict[str, Any] = {}
     saved: dict[str, Any] = {}
     with cpu.process_group() as rank:
+        layout = None
         for name, build in plan.items():
-            layout = cpu.Layout(**build.get("layout", {}))
+            before, layout = layout, cpu.Layout(**build.get("layout", {}))
+            if before not in (None, layout):
+                _forget_layout()
             model = cpu.Model(**build.get("model", {}))
             try:
                 engine = cpu.build_engine(model, layout, calculate_per_token_loss=build["per_token_loss"])
@@ -127,13 +160,22 @@ def main() -> None:
             heirs = {None: stock_class, **_heirs(stock_class)}
             for attribute, value in build.get("engine_config", {}).items():
                 object.__setattr__(engine.engine_config, attribute, value)
-            answers[name] = {
-                case: phases(functools.partial(_step, engine, heirs, settings, saved, f"{name}/{case}"))
-                for case, settings in build["cases"].items()
-            }
+            answers[name] = {}
+            with _packed_to(build.get("packed_to")):
+                for case, settings in build["cases"].items():
+                    step = functools.partial(_step, engine, heirs, settings, saved, f"{name}/{case}")
+                    answers[name][case] = {"stock": attempt(step)} if build.get("stock_only") else phases(step)
         if rank == 0:
             torch.save(saved, file)
             print(json.dumps(answers), flush=True)
+
+
+def _forget_layout() -> None:
+    """The next engine arranges the same processes anew."""
+    from megatron.core import parallel_state
+
+    torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
 
 
 def _phase() -> str:

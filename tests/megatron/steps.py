@@ -1,4 +1,4 @@
-"""Starts tests.stock.jobs.megatron in a gloo group and compares gradients as vectors."""
+"""Starts tests.megatron.job in a gloo group and compares gradients as vectors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def steps(folder: Path, world_size: int, plan: dict[str, Any], timeout: float = 
     """Run every case of every engine of the plan in three phases."""
     file = folder / "gradients.pt"
     printed = megatron_on_cpu.run(
-        "tests.stock.jobs.megatron",
+        "tests.megatron.job",
         world_size,
         [json.dumps(plan), os.fspath(file)],
         fixes=True,

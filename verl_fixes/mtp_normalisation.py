@@ -1,0 +1,62 @@
+"""Multi-token prediction under calculate_per_token_loss: its loss stays a mean over the response tokens.
+
+With the flag on, Megatron adds the MTP loss as a sum over response tokens to a gradient that is divided by all tokens
+that the router sees. Without a correction it weighs too little by response tokens / routed tokens. verl 0.9 corrects
+it, but only where megatron-core has ``process_mtp_loss`` (0.17.0 on) and sequences are packed (THD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from verl_fixes.token_counts import alignment_padding, packing_multiple, routed_tokens
+
+
+@contextmanager
+def mtp_loss_normalised(engine: Any, data: Any) -> Iterator[None]:
+    """While it lasts, ``mtp_loss_scaling_factor`` is multiplied by routed tokens / response tokens of the mini-batch.
+
+    Both are counted over data parallel ranks, with one all-reduce, which all ranks take part in or none. The factor
+    reaches the gradient only, not the logged loss.
+    """
+    if not _trains_mtp(engine) or _upstream_normalises(engine):
+        yield
+        return
+
+    import torch
+    from verl.utils.device import get_device_id
+    from verl.utils.megatron_utils import unwrap_model
+
+    mask = data["loss_mask"]
+    routed = routed_tokens(data) + alignment_padding(data, packing_multiple(engine))
+    response = (mask.values() if mask.is_nested else mask).sum()
+    counts = torch.stack([routed.to(response.device), response]).to(get_device_id(), torch.int64)
+    torch.distributed.all_reduce(counts, group=engine.get_data_parallel_group())
+    all_routed, all_response = counts.tolist()
+
+    configs = {id(config): config for config in (chunk.config for chunk in unwrap_model(list(engine.module)))}
+    factors = {key: config.mtp_loss_scaling_factor for key, config in configs.items()}
+    try:
+        for key, config in configs.items():
+            config.mtp_loss_scaling_factor = factors[key] * all_routed / max(all_response, 1)
+        yield
+    finally:
+        for key, config in configs.items():
+            config.mtp_loss_scaling_factor = factors[key]
+
+
+def _trains_mtp(engine: Any) -> bool:
+    mtp = getattr(engine.model_config, "mtp", None)
+    layers = getattr(engine.tf_config, "mtp_num_layers", None)
+    return bool(layers and getattr(mtp, "enable", False) and getattr(mtp, "enable_train", False))
+
+
+def _upstream_normalises(engine: Any) -> bool:
+    """verl 0.9 passes the factor on the packed sequence's parameters, and only ``process_mtp_loss`` is given it."""
+    from verl.models.mcore import mtp_patch
+
+    passes_it = hasattr(mtp_patch, "_MTP_LOSS_NORMALIZATION_FACTOR_ATTR")
+    uses_it = getattr(mtp_patch, "_HAS_PROCESS_MTP_LOSS", False)
+    return bool(passes_it and uses_it and engine.engine_config.use_remove_padding)

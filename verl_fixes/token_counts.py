@@ -1,0 +1,63 @@
+"""Token counts for Megatron: what the MoE router sees of a batch, and each context parallel rank's share of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def routed_tokens(data: Any) -> torch.Tensor:
+    """Number of real tokens that a batch feeds to the MoE router, as a 0-d int64 tensor on the batch's device.
+
+    ``attention_mask`` decides when there is one (dense, or nested as in the no-padding path); SFT data without one
+    counts its packed ``input_ids``. Not ``loss_mask``: it counts response tokens, and the router sees prompts, too.
+    """
+    import torch
+
+    mask = data.get("attention_mask", None)
+    if mask is not None:
+        if mask.is_nested:
+            return torch.stack([row.sum() for row in mask.unbind()]).sum().to(torch.int64)
+        return mask.sum().to(torch.int64)
+    ids = data["input_ids"]
+    if ids.is_nested and ids.layout is torch.jagged:
+        return _lengths(ids).sum().to(torch.int64)
+    return torch.tensor(ids.numel(), dtype=torch.int64, device=ids.device)
+
+
+def alignment_padding(data: Any, multiple: int) -> int:
+    """Number of tokens that are added when each packed sequence is padded to a multiple of ``multiple`` tokens."""
+    import torch
+
+    ids = data["input_ids"]
+    if multiple == 1 or not (ids.is_nested and ids.layout is torch.jagged):
+        return 0
+    return int((-_lengths(ids) % multiple).sum())
+
+
+def _lengths(jagged: torch.Tensor) -> torch.Tensor:
+    lengths = jagged.lengths()
+    return jagged.offsets().diff() if lengths is None else lengths
+
+
+def packing_multiple(engine: Any) -> int:
+    """What verl pads each packed sequence to a multiple of, so that TP and CP ranks share it evenly.
+
+    1 for BSHD batches. Not counted is what fp8 and ``pad_to_length_bucket`` append to a micro-batch as a whole.
+    """
+    if not engine.engine_config.use_remove_padding:
+        return 1
+    from megatron.core import parallel_state as mpu
+
+    tp_size: int = mpu.get_tensor_model_parallel_world_size()
+    cp_size: int = mpu.get_context_parallel_world_size()
+    return tp_size * cp_size * 2 if cp_size > 1 else tp_size
+
+
+def local_share(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """This context parallel rank's share of ``tokens``; the shares of the group add up to ``tokens`` exactly."""
+    import torch
+
+    return (tokens // cp_size + (tokens % cp_size > cp_rank)).to(torch.int)
