@@ -115,7 +115,7 @@ def _arrange_megatron() -> None:
     import mbridge.core.llm_bridge
     import megatron.core.tensor_parallel.random as random_states
     from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.moe import moe_utils
 
     from verl_fixes.demo.cpu_attention import CpuAttention, CpuRMSNorm
@@ -130,6 +130,19 @@ def _arrange_megatron() -> None:
 
     # bound early by name, hence replaced where it is used
     mbridge.core.llm_bridge.get_gpt_decoder_block_spec = local_block_spec
+
+    bridge = mbridge.core.llm_bridge.LLMBridge
+    model_arguments = bridge._get_gptmodel_args
+
+    def with_mtp(self: Any) -> dict[str, Any]:
+        arguments = model_arguments(self)
+        if self.config.mtp_num_layers:
+            # mbridge builds MTP for a few architectures, always from Transformer Engine's modules
+            decoder = local_block_spec(self.config, use_transformer_engine=False)
+            arguments["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, decoder, use_transformer_engine=False)
+        return arguments
+
+    bridge._get_gptmodel_args = with_mtp
 
     # dropout is 0 everywhere, so that random states decide nothing
     random_states.CudaRNGStatesTracker.add = lambda self, name, seed: None

@@ -75,6 +75,10 @@ class Model:
             build one with mbridge; 0.8.0 and 0.9.1 work.
         use_remove_padding: False selects the padded (BSHD) data format.
         recompute: full activation recomputation in every layer.
+        mtp_layers: multi-token prediction layers, trained with the policy. Since verl 0.8.0; 0.7.1 calls a method that
+            megatron-core 0.16.1 does not have.
+        mtp_loss_scaling_factor: what their loss is multiplied by.
+        mtp_detach_encoder: keep their loss away from the embedding and the decoder.
         transformer_overrides: more of ``override_transformer_config``; wins over everything above.
     """
 
@@ -91,6 +95,9 @@ class Model:
     value_head: bool = False
     use_remove_padding: bool = True
     recompute: bool = False
+    mtp_layers: int = 0
+    mtp_loss_scaling_factor: float = 0.1
+    mtp_detach_encoder: bool = False
     transformer_overrides: dict[str, Any] = field(default_factory=dict)
 
     def hf_config(self) -> Any:
@@ -108,6 +115,8 @@ class Model:
             "max_position_embeddings": 256,
             "tie_word_embeddings": False,
         }
+        if self.mtp_layers:
+            shape["num_nextn_predict_layers"] = self.mtp_layers
         if not self.moe:
             # 0.7 recognises a value model by the name of its architecture
             kind = "ForTokenClassification" if self.value_head else "ForCausalLM"
@@ -144,7 +153,25 @@ class Model:
                 "recompute_method": "uniform",
                 "recompute_num_layers": 1,
             }
+        if self.mtp_layers:
+            overrides["mtp_num_layers"] = self.mtp_layers  # mbridge sets it for other architectures only
         return overrides | self.transformer_overrides
+
+    def mtp_config(self) -> dict[str, Any]:
+        """The ``mtp`` setting of verl's model config, as its keyword arguments."""
+        if not self.mtp_layers:
+            return {}
+        from verl.workers.config import model
+
+        if not hasattr(model, "MtpConfig"):
+            raise ValueError("this release of verl knows no multi-token prediction")
+        mtp = model.MtpConfig(
+            enable=True,
+            enable_train=True,
+            detach_encoder=self.mtp_detach_encoder,
+            mtp_loss_scaling_factor=self.mtp_loss_scaling_factor,
+        )
+        return {"mtp": mtp}
 
 
 @dataclass(frozen=True)
@@ -205,6 +232,7 @@ def build_engine(model: Model, layout: Layout, *, calculate_per_token_loss: bool
             load_tokenizer=False,
             tokenizer=SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0, chat_template=None),
             use_remove_padding=model.use_remove_padding,
+            **model.mtp_config(),
         )
         if hasattr(model_config, "model_type"):  # since 0.8.0
             model_config.model_type = "value_model" if model.value_head else "language_model"
@@ -222,7 +250,7 @@ def draw_weights(chunks: Sequence[torch.nn.Module], seed: int) -> None:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         full = torch.randn(cut.full_shape(parameter), generator=generator) * 0.02
-        if "layernorm" in name:
+        if "norm" in name:
             full += 1.0
         parameter.data.copy_(cut.local(full))
 
@@ -472,9 +500,10 @@ def gather_gradients(engine: Any, gradients: dict[str, Tensor]) -> dict[str, Ten
 
     full = {}
     for name in sorted({name for one in everyone for name in one}):
-        parts = sorted((one[name] for one in everyone if name in one), key=lambda part: part[0].rank)
+        # the first of each rank: with MTP the last pipeline stage has the embedding, and its gradient, once more
+        parts = {one[name][0].rank: one[name] for one in reversed(everyone) if name in one}
         cut = parts[0][0]
-        full[name] = cut.join([tensor for _, tensor in parts[: cut.size]])
+        full[name] = cut.join([parts[rank][1] for rank in range(cut.size)])
     return full
 
 
@@ -518,6 +547,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dense", action="store_true", help="a dense model instead of a mixture of experts")
     parser.add_argument("--bshd", action="store_true", help="use_remove_padding=False")
     parser.add_argument("--recompute", action="store_true", help="full activation recomputation")
+    parser.add_argument("--mtp", type=int, default=0, metavar="LAYERS", help="multi-token prediction layers")
+    parser.add_argument("--mtp-loss-scaling-factor", type=float, default=0.1)
+    parser.add_argument("--mtp-detach-encoder", action="store_true")
     parser.add_argument("--loss", choices=("ppo", "sft", "value"), default="ppo")
     parser.add_argument("--loss-agg-mode", default="token-mean")
     parser.add_argument("--attention-mask", choices=("dense", "nested", "none"), default="dense")
@@ -541,6 +573,9 @@ def _one_process(options: argparse.Namespace) -> None:
         value_head=options.loss == "value",
         use_remove_padding=not options.bshd,
         recompute=options.recompute,
+        mtp_layers=options.mtp,
+        mtp_loss_scaling_factor=options.mtp_loss_scaling_factor,
+        mtp_detach_encoder=options.mtp_detach_encoder,
     )
     layout = Layout(options.tp, options.pp, options.cp, distributed_optimizer=not options.plain_optimizer)
     with process_group() as rank:
