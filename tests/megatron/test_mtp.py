@@ -1,0 +1,91 @@
+"""Multi-token prediction under calculate_per_token_loss is weighed as with the flag off.
+
+The MTP gradient is what ``mtp_loss_scaling_factor=1`` adds to a factor of 0, over all parameters. The reference is
+stock verl with the flag off on one process and one micro-batch, where the loss is the mean over all response tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron.steps import Steps, relative_error, steps
+from tests.stock.conftest import RELEASE
+
+pytestmark = pytest.mark.skipif(RELEASE < "0.8", reason="0.7.0 has no MTP, 0.7.1 does not run with this megatron-core")
+
+EXACT = 1e-5
+ROUTED, RESPONSE = 183, 129  # tokens of the standard batch
+LAYOUTS = {"dp": {}, "pp": {"pp": 2}, "cp": {"cp": 2}}
+SPLITS = {"one": {"micro_batches": 1}, "four": {"micro_batches": 4}}
+
+
+def engines(name: str, on: bool, layout: dict[str, int], cases: dict[str, Any], **model: Any) -> dict[str, Any]:
+    return {
+        f"{name} {factor}": {
+            "per_token_loss": on,
+            "layout": layout,
+            "cases": cases,
+            "model": {"moe": False, "mtp_layers": 1, "mtp_loss_scaling_factor": factor, **model},
+        }
+        for factor in (0.0, 1.0)
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    plan = engines("off", False, {}, SPLITS) | engines("on", True, {}, SPLITS)
+    plan |= engines("bshd off", False, {}, {"one": SPLITS["one"]}, use_remove_padding=False)
+    plan |= engines("bshd on", True, {}, {"one": SPLITS["one"]}, use_remove_padding=False)
+    return steps(tmp_path_factory.mktemp("alone"), 1, plan)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    plan: dict[str, Any] = {}
+    for name, layout in LAYOUTS.items():
+        plan |= engines(name, True, layout, SPLITS)
+    return steps(tmp_path_factory.mktemp("pair"), 2, plan)
+
+
+def mtp_gradient(where: Steps, phase: str, engine: str, case: str) -> torch.Tensor:
+    with_mtp, without = (where.gradient(phase, f"{engine} {factor}", case) for factor in (1.0, 0.0))
+    return with_mtp - without
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_stock_weighs_it_by_the_wrong_count(alone: Steps, case: str) -> None:
+    reference = mtp_gradient(alone, "stock", "off", "one")
+    wrong = RESPONSE if RELEASE < "0.9" else RESPONSE / ROUTED
+    assert relative_error(mtp_gradient(alone, "stock", "on", case), wrong * reference) <= EXACT
+
+
+@pytest.mark.parametrize("case", SPLITS)
+@pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
+def test_it_is_the_mean_over_response_tokens(alone: Steps, pair: Steps, layout: str, case: str) -> None:
+    reference = mtp_gradient(alone, "stock", "off", "one")
+    where, engine = (alone, "on") if layout == "alone" else (pair, layout)
+    error = relative_error(mtp_gradient(where, "fixed", engine, case), reference)
+    if layout == "cp" and RELEASE >= "0.9":
+        # Upstream scales by the tokens before and after the shift, of each rank alone, where neighbours move tokens.
+        assert 1e-3 < error < 0.06
+    else:
+        assert error <= EXACT
+
+
+def test_padded_batches(alone: Steps) -> None:
+    reference = mtp_gradient(alone, "stock", "bshd off", "one")
+    assert relative_error(mtp_gradient(alone, "fixed", "bshd on", "one"), reference) <= EXACT
+
+
+def test_the_flag_off_and_the_config_stay_as_they_are(alone: Steps, pair: Steps) -> None:
+    for where in (alone, pair):
+        for name, cases in where.answers.items():
+            for case, answer in cases.items():
+                assert answer["back"] == answer["stock"], (name, case)
+    for factor in (0.0, 1.0):
+        for case in SPLITS:
+            fixed, stock = (alone.gradient(phase, f"off {factor}", case) for phase in ("fixed", "stock"))
+            assert torch.equal(fixed, stock)
