@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
-from collections.abc import Callable
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -112,8 +114,11 @@ def _arrange_torch() -> None:
 
 def _arrange_megatron() -> None:
     """Local modules for Transformer Engine's, no CUDA random states."""
+    with _triton_to_import():
+        import megatron.core  # noqa: F401
     import mbridge.core.llm_bridge
     import megatron.core.tensor_parallel.random as random_states
+    from mbridge.core.util import ModelType
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.moe import moe_utils
@@ -121,7 +126,7 @@ def _arrange_megatron() -> None:
     from verl_fixes.demo.cpu_attention import CpuAttention, CpuRMSNorm
 
     LocalSpecProvider.core_attention = lambda self: CpuAttention
-    LocalSpecProvider.layer_norm = lambda self, rms_norm=False, for_qk=False: CpuRMSNorm
+    LocalSpecProvider.layer_norm = lambda *args, **kwargs: CpuRMSNorm
 
     def local_block_spec(config: Any, use_transformer_engine: bool, **kwargs: Any) -> Any:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **kwargs)
@@ -151,6 +156,32 @@ def _arrange_megatron() -> None:
     random_states._set_cuda_rng_state = lambda *args, **kwargs: None
 
     moe_utils.te_general_gemm = None
+
+    if not hasattr(ModelType, "encoder_and_decoder"):  # gone in 0.17, and mbridge compares with it
+        ModelType.encoder_and_decoder = None
+
+
+@contextlib.contextmanager
+def _triton_to_import() -> Iterator[None]:
+    """As much of triton, a package of 290 MB, as importing megatron-core needs since 0.18; no kernel runs on CPU.
+
+    Gone afterwards, so that nobody else takes it for the real one.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    triton: Any = ModuleType("triton")
+    triton.language = ModuleType("triton.language")
+    triton.jit = lambda kernel: kernel
+    triton.__version__ = "0"  # too old for what is optional
+    triton.language.__getattr__ = lambda name: None  # types, in annotations
+    stand_ins = {module.__name__: module for module in (triton, triton.language)}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
 
 
 def _arrange_verl() -> None:

@@ -18,8 +18,8 @@ dispatcher, pipeline schedules, DDP, ``finalize_model_grads`` and optimizer. Wha
 "cuda" means the CPU, Transformer Engine's modules are the ones of :mod:`verl_fixes.demo.cpu_attention`, everything
 computes in fp32, and weights come from a seed and not from a checkpoint.
 
-Works with verl 0.7.0 to 0.9.1 and megatron-core 0.16.1. This module imports neither verl nor Megatron before it has
-to, and it never changes what verl computes: whether verl-fixes is active is the caller's decision.
+Works with verl 0.7.0 to 0.9.1 and megatron-core 0.15.3 to 0.19.2. This module imports neither verl nor Megatron before
+it has to, and it never changes what verl computes: whether verl-fixes is active is the caller's decision.
 """
 
 from __future__ import annotations
