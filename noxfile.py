@@ -7,6 +7,8 @@ The releases themselves are pure Python and lie in folders of their own.
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -67,6 +69,10 @@ NEW = Environment(
     ("numpy>=2", "transformers>=5.9,<5.11", "TransferQueue==0.1.11", "msgspec", "pyzmq", "nvtx", *COMMON),
     ("0.9.0", "0.9.1"),
 )
+MEGATRON_CORES = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+NEWEST = "0.9.1"
+"""The release of verl that runs with all of them."""
+
 ENVIRONMENT_OF = {release: environment for environment in (OLD, NEW) for release in environment.releases}
 
 
@@ -88,16 +94,24 @@ def prepare(session: nox.Session, environment: Environment) -> Path:
     return python
 
 
-def fetch(session: nox.Session, python: Path, release: str) -> Path:
-    """Unpack a release of verl into a folder of its own, once, and return that folder."""
-    folder = CACHE / "releases" / release
+def fetch(session: nox.Session, python: Path, release: str, package: str = "verl") -> Path:
+    """Unpack a release of verl or megatron-core into a folder of its own, once, and return that folder."""
+    folder = CACHE / ("releases" if package == "verl" else package) / release
     if not folder.is_dir():
         parts = folder.with_name(f"{release}.part")
         shutil.rmtree(parts, ignore_errors=True)
-        install = ["install", "--quiet", "--no-deps", "--target", str(parts), f"verl=={release}"]
+        install = ["install", "--quiet", "--no-deps", "--target", str(parts), f"{package}=={release}"]
+        if package == "megatron-core":  # from 0.17 on it asks for Python 3.12; what we run of it does not
+            install += ["--only-binary", ":all:", "--python-version", "3.12", "--implementation", "cp"]
+            install += [f"--platform=manylinux_2_{glibc}_{platform.machine()}" for glibc in (28, 24, 17)]
         session.run(str(python), "-m", "pip", *install, external=True)
         parts.rename(folder)
     return folder
+
+
+def search_path(*folders: Path) -> str:
+    """A PYTHONPATH."""
+    return os.pathsep.join(map(str, folders))
 
 
 def other_interpreters() -> list[str]:
@@ -140,7 +154,7 @@ def stock(session: nox.Session, release: str) -> None:
         "OMP_NUM_THREADS": "1",
         "VERL_GRADIENTS": str(CACHE / "gradients"),  # where releases leave theirs for each other
     }
-    tests = session.posargs or ["tests/tensors", "tests/stock", "tests/ray"]
+    tests = session.posargs or ["tests/tensors", "tests/stock", "tests/megatron", "tests/ray"]
     session.run(str(python), "-m", "pytest", *tests, env=path, external=True)
 
 
@@ -150,3 +164,39 @@ def demo(session: nox.Session) -> None:
     python = prepare(session, OLD)
     path = {"PYTHONPATH": str(fetch(session, python, "0.8.0"))}
     session.run(str(python), "-m", "verl_fixes", "demo", *session.posargs, env=path, external=True)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("core", MEGATRON_CORES)
+def megatron(session: nox.Session, core: str) -> None:
+    """The Megatron tests with other releases of megatron-core. Not part of the default run: 20 minutes."""
+    python = prepare(session, NEW)
+    folders = [fetch(session, python, core, "megatron-core"), fetch(session, python, NEWEST)]
+    tests = session.posargs or ["tests/megatron", "-m", "not long"]
+    path = {"PYTHONPATH": search_path(*folders), "OMP_NUM_THREADS": "1"}
+    session.run(str(python), "-m", "pytest", *tests, env=path, external=True)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("release", list(ENVIRONMENT_OF))
+def layouts(session: nox.Session, release: str) -> None:
+    """Gradients in layouts of four processes. Not part of the default run."""
+    python = prepare(session, ENVIRONMENT_OF[release])
+    path = {"PYTHONPATH": str(fetch(session, python, release)), "OMP_NUM_THREADS": "1"}
+    tests = session.posargs or ["tests/megatron", "-m", "long"]
+    session.run(str(python), "-m", "pytest", *tests, env=path, external=True)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Measure what the docs show, and write it there."""
+    python = prepare(session, NEW)
+    files = []
+    for core in MEGATRON_CORES:
+        folders = [fetch(session, python, core, "megatron-core"), fetch(session, python, NEWEST)]
+        files.append(Path(session.create_tmp()) / f"{core}.json")
+        path = {"PYTHONPATH": search_path(*folders, HERE), "OMP_NUM_THREADS": "1"}
+        measure = ["-m", "benchmarks.megatron_core", "measure", str(files[-1])]
+        session.run(str(python), *measure, env=path, external=True)
+    path = {"PYTHONPATH": str(HERE)}
+    session.run(str(python), "-m", "benchmarks.megatron_core", "render", *map(str, files), env=path, external=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import torch
 
 from tests.processes import environment
 from verl_fixes.demo import megatron_on_cpu
+from verl_fixes.doctor.packages import numbers
+
+MEGATRON_CORE = numbers(metadata.version("megatron-core"))
+"""The installed release, as a tuple."""
 
 
 @dataclass(frozen=True)

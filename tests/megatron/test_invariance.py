@@ -5,16 +5,19 @@ The reference is always stock verl with calculate_per_token_loss off, on one pro
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.megatron.steps import Steps, relative_error, steps
+from tests.megatron.steps import MEGATRON_CORE, Steps, relative_error, steps
 from tests.stock.conftest import RELEASE
 
 EXACT = 1e-5
 BUGGY = RELEASE < "0.9"
+FACTOR_IS_MISSING = MEGATRON_CORE < (0, 19)  # NVIDIA/Megatron-LM#5047
+OFF_IS_SHORT = MEGATRON_CORE < (0, 16)  # under CP, with the flag off, the router part is too small by CP
 VALUE_HEADS = RELEASE in ("0.8.0", "0.9.1")  # the other releases fail to build or to run one
 
 # What verl pads packed sequences to a multiple of, so that the router of the reference sees the same tokens.
@@ -30,7 +33,8 @@ FOUR = {
 }
 DP_SIZE = {"dp": 2, "cp dp": 2, "tp dp": 2}
 
-MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+MODES += [] if RELEASE == "0.7.0" else ["seq-mean-token-sum-norm"]  # 0.7.0 leaves the DP size out, flag on or off
 MODES += [] if BUGGY else ["token-sum"]
 # In the zigzag order of CP=2 the last tokens of a sequence lie on rank 0, the rest of the response on rank 1.
 RESPONSES_ON_ONE_RANK = [[20, 1], [17, 2], [14, 1], [21, 2], [18, 1], [15, 2], [22, 1], [19, 1]]
@@ -92,7 +96,7 @@ def references(multiples: set[int]) -> dict[str, Any]:
             cases = {f"half {number}": {"dp_rank": number, **half} for number in HALVES}
             for multiple in multiples:
                 plan[f"{kind} packed to {multiple}"] = {**engine(False, cases, **router), "packed_to": multiple}
-    return {name: {**build, "stock_only": True} for name, build in plan.items()}
+    return {name: {**build, "phases": ["stock"]} for name, build in plan.items()}
 
 
 def layouts(which: dict[str, dict[str, int]]) -> dict[str, Any]:
@@ -112,12 +116,15 @@ def layouts(which: dict[str, dict[str, int]]) -> dict[str, Any]:
             "standard": {"micro_batches": TOTAL_MICRO_BATCHES},
         })  # fmt: skip
         for on, flag in ((False, "off"), (True, "on")):
-            plan[f"{name} policy {flag}"] = engine(on, split(POLICY), layout)
+            policy = split(POLICY)
+            if RELEASE == "0.9.0" and on and "pp" in name:  # its last stage refuses, and the first waits for it
+                policy["seq-mean-token-mean"]["phases"] = ["fixed"]
+            plan[f"{name} policy {flag}"] = engine(on, policy, layout)
             if VALUE_HEADS:
                 plan[f"{name} value {flag}"] = engine(on, split(VALUE), layout, moe=False, value_head=True)
             for kind, router in ROUTERS.items():
-                stock_only = {} if on or kind == "several" else {"stock_only": True}
-                plan[f"{name} {kind} {flag}"] = engine(on, router_cases, layout, **router) | stock_only
+                only = {} if on or kind == "several" else {"phases": ["stock"]}
+                plan[f"{name} {kind} {flag}"] = engine(on, router_cases, layout, **router) | only
     return plan
 
 
@@ -149,9 +156,13 @@ def check_router(alone: Steps, many: Steps, layout: str, kind: str) -> None:
     reference = alone.gradient("stock", f"{kind} even", "even")
     if kind == "global_aux" and layout in DP_SIZE:
         reference = off  # it balances over DP ranks, so it differs from that of one rank by design
-    assert relative_error(off, reference) <= EXACT
+    if not (OFF_IS_SHORT and "cp" in layout):
+        assert relative_error(off, reference) <= EXACT
     assert relative_error(on, reference) <= EXACT
-    assert relative_error(stock, reference) > (10 if BUGGY else 0.05 if {"tp", "cp"} & set(layout.split()) else -1)
+    if BUGGY:
+        assert relative_error(stock, reference) > 10
+    elif FACTOR_IS_MISSING and {"tp", "cp"} & set(layout.split()):
+        assert relative_error(stock, reference) > 0.05
 
 
 def check_arithmetic(alone: Steps, many: Steps, layout: str, kind: str) -> None:
@@ -216,20 +227,39 @@ def test_padding_and_uneven_micro_batches_explain_the_rest(alone: Steps, pair: S
 @pytest.mark.skipif(BUGGY, reason="without the 3-tuple nothing is divided, and there is nothing to scale")
 @pytest.mark.parametrize("kind", ROUTERS)
 @pytest.mark.parametrize("layout", ["cp", "tp"])
-def test_stock_leaves_the_router_part_short_by_the_number_of_ranks(pair: Steps, layout: str, kind: str) -> None:
-    policy, off, on = (
-        pair.gradient("stock", f"{layout} {engine}", case)
-        for engine, case in (("policy off", "even"), (f"{kind} off", "even"), (f"{kind} on", "even"))
-    )
-    assert relative_error(on - policy, (off - policy) / 2) <= 1e-3
+def test_stock_leaves_the_router_part_short_by_the_number_of_ranks(
+    alone: Steps, pair: Steps, layout: str, kind: str
+) -> None:
+    policy = alone.gradient("stock", "policy", "even")
+    wanted = alone.gradient("stock", f"{kind} even", "even") - policy
+    got = pair.gradient("stock", f"{layout} {kind} on", "even") - policy
+    assert relative_error(got, wanted / (2 if FACTOR_IS_MISSING else 1)) <= 1e-3
 
 
 def test_without_the_flag_nothing_changes_and_everything_is_put_back(pair: Steps) -> None:
     for name, cases in pair.answers.items():
         for case, answer in cases.items():
-            if "fixed" not in answer:
+            if "back" not in answer:
                 continue
             assert answer["back"] == answer["stock"], (name, case)
             if name.endswith("off"):
                 fixed, stock = (pair.gradient(phase, name, case) for phase in ("fixed", "stock"))
                 assert torch.equal(fixed, stock), (name, case)
+
+
+@pytest.fixture(scope="module")
+def alone_for_four(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    return steps(tmp_path_factory.mktemp("alone"), 1, references({PACKED_TO[name] for name in FOUR}))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", FOUR)
+def test_layouts_of_four_processes(alone_for_four: Steps, tmp_path: Path, layout: str) -> None:
+    four = steps(tmp_path, 4, layouts({layout: FOUR[layout]}), timeout=1000)
+    for case in POLICY:
+        check_policy(alone_for_four, four, layout, case)
+    for kind in ROUTERS:
+        check_router(alone_for_four, four, layout, kind)
+        if kind != "global_aux":
+            check_arithmetic(alone_for_four, four, layout, kind)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import verl_fixes
 
 verl_fixes.deactivate()
 
+PHASES = ("stock", "fixed", "back")
 
-def phases(measure: Callable[[], Any], **activate: Any) -> dict[str, Any]:
+
+def phases(measure: Callable[[], Any], only: Sequence[str] = PHASES, **activate: Any) -> dict[str, Any]:
     """``measure()`` before activation, while active and after ``deactivate()``; an exception counts as its answer."""
-    before = attempt(measure)
-    verl_fixes.activate(**activate)
-    try:
-        fixed = attempt(measure)
-    finally:
-        verl_fixes.deactivate()
-    return {"stock": before, "fixed": fixed, "back": attempt(measure)}
+    answers = {}
+    if "stock" in only:
+        answers["stock"] = _attempt(measure)
+    if "fixed" in only:
+        verl_fixes.activate(**activate)
+        try:
+            answers["fixed"] = _attempt(measure)
+        finally:
+            verl_fixes.deactivate()
+    if "back" in only:
+        answers["back"] = _attempt(measure)
+    return answers
 
 
-def attempt(measure: Callable[[], Any]) -> Any:
-    """``measure()``, or the exception that it raised, as text."""
+def _attempt(measure: Callable[[], Any]) -> Any:
     try:
         return measure()
     except Exception as error:
