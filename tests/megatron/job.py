@@ -89,6 +89,18 @@ def _heirs(cls: type) -> dict[str, type]:
     return {"same": Same, "doubles": Doubles, "own fix": OwnFix, "selects": Selects}
 
 
+def _logged_router_losses() -> dict[str, list[float]]:
+    """What the routers noted for the log since the last call: name to values per layer."""
+    from megatron.core.transformer.moe import moe_utils
+
+    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    entries = getattr(tracker, "metrics", tracker)  # an object from 0.18 on
+    values = {name: entry["values"] if isinstance(entry, dict) else entry.values for name, entry in entries.items()}
+    noted = {name: tensor.tolist() for name, tensor in values.items()}
+    moe_utils.clear_aux_losses_tracker()
+    return {name: losses for name, losses in noted.items() if any(losses)}
+
+
 class _OtherTensorParallelSize:
     """Megatron's parallel state, except for what verl pads packed sequences to a multiple of."""
 
@@ -135,7 +147,8 @@ def _step(engine: Any, heirs: dict[Any, type], case: dict[str, Any], saved: dict
             result = cpu.train_step(engine, batch, loss)
             saved[f"{_phase()}/{key}"] = cpu.gather_gradients(engine, result.gradients)
             answer = {"loss": result.output.get("loss"), "grad_norm": result.grad_norm}
-    return answer | watched.report() | {"batch": [int(part.sum()) for part in lengths]}
+    about_batch = {"batch": [int(part.sum()) for part in lengths], "logged": _logged_router_losses()}
+    return answer | watched.report() | about_batch
 
 
 def main() -> None:

@@ -116,14 +116,15 @@ def layouts(which: dict[str, dict[str, int]]) -> dict[str, Any]:
             "standard": {"micro_batches": TOTAL_MICRO_BATCHES},
         })  # fmt: skip
         for on, flag in ((False, "off"), (True, "on")):
+            # one layout is enough to see that the flag off is left alone and that everything is put back
+            only = {} if name == "cp" else {"phases": ["stock", "fixed"] if on else ["stock"]}
             policy = split(POLICY)
             if RELEASE == "0.9.0" and on and "pp" in name:  # its last stage refuses, and the first waits for it
                 policy["seq-mean-token-mean"]["phases"] = ["fixed"]
-            plan[f"{name} policy {flag}"] = engine(on, policy, layout)
+            plan[f"{name} policy {flag}"] = engine(on, policy, layout) | only
             if VALUE_HEADS:
-                plan[f"{name} value {flag}"] = engine(on, split(VALUE), layout, moe=False, value_head=True)
+                plan[f"{name} value {flag}"] = engine(on, split(VALUE), layout, moe=False, value_head=True) | only
             for kind, router in ROUTERS.items():
-                only = {} if on or kind == "several" else {"phases": ["stock"]}
                 plan[f"{name} {kind} {flag}"] = engine(on, router_cases, layout, **router) | only
     return plan
 
