@@ -208,6 +208,18 @@ def test_router_losses_with_our_patch_and_without_megatron(disk: Disk, monkeypat
     assert "not checked" in only(local.router_losses([])).message
 
 
+def test_multi_token_prediction(disk: Disk) -> None:
+    disk.verl()
+    assert local.multi_token_prediction() == []  # a release without it
+    disk.write("verl/models/mcore/mtp_patch.py")
+    disk.write("verl/models/mcore/model_forward.py")
+    assert only(local.multi_token_prediction()).severity == "warning"
+    disk.write("verl/models/mcore/model_forward.py", "mask = _build_mtp_loss_mask_nested()\n")
+    assert local.multi_token_prediction() == []
+    disk.write("megatron/core/transformer/multi_token_prediction.py", "original_num_tokens = 1\n")
+    assert only(local.multi_token_prediction()).severity == "info"
+
+
 @pytest.mark.parametrize(
     "hip, wanted, severity, words",
     [

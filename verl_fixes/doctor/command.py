@@ -82,6 +82,7 @@ def local_findings() -> list[Finding]:
         *loaded.early_bound(),
         *loaded.serialization(),
         *local.router_losses(records),
+        *local.multi_token_prediction(),
         *local.platform(environ, loaded.registered_platforms()),
         *local.determinism(environ),
     ]

@@ -121,6 +121,33 @@ def router_losses(records: Sequence[Record]) -> list[Finding]:
     return [warning(check, message, way_out, ROUTER_LOSS_LINK)]
 
 
+def multi_token_prediction() -> list[Finding]:
+    """What is known to be wrong with MTP training and is not fixed here. docs/megatron-core.md has the numbers."""
+    check = "multi-token prediction"
+    verl, megatron = probe.locate("verl"), probe.locate("megatron")
+    if verl is None or verl.file(_MTP) is None:
+        return []
+    findings = []
+    if not verl.says("verl.models.mcore.model_forward", "_build_mtp_loss_mask_nested"):
+        message = (
+            "this verl shifts the response mask of MTP in PPO: it trains on prompt tokens as well (137 tokens instead "
+            "of 129 in our batch). SFT is right"
+        )
+        findings.append(warning(check, message, "Take verl 0.8.0 or later, or set mtp.enable_train=False."))
+    if verl.says(_MTP, _OF_EACH_RANK) or (megatron is not None and megatron.says(_MEGATRON_MTP, _OF_EACH_RANK)):
+        message = (
+            "with calculate_per_token_loss and CP>1, each context parallel rank weighs its MTP loss by its own tokens "
+            "before and after the shift, although tokens only move to a neighbour: about one token per sequence"
+        )
+        findings.append(info(check, message))
+    return findings
+
+
+_MTP = "verl.models.mcore.mtp_patch"
+_MEGATRON_MTP = "megatron.core.transformer.multi_token_prediction"
+_OF_EACH_RANK = "original_num_tokens"
+
+
 def platform(environ: Mapping[str, str], registered: frozenset[str] | None = None) -> list[Finding]:
     """Whether verl takes the machine for what torch was built for. Only releases with a platform layer, 0.9.0 on.
 
