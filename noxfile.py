@@ -102,7 +102,7 @@ def fetch(session: nox.Session, python: Path, release: str, package: str = "verl
         shutil.rmtree(parts, ignore_errors=True)
         install = ["install", "--quiet", "--no-deps", "--target", str(parts), f"{package}=={release}"]
         if package == "megatron-core":  # from 0.17 on it asks for Python 3.12; what we run of it does not
-            install += ["--only-binary", ":all:", "--python-version", "3.12", "--implementation", "cp"]
+            install += ["--only-binary", ":all:", "--python-version", "3.12", "--ignore-requires-python"]
             install += [f"--platform=manylinux_2_{glibc}_{platform.machine()}" for glibc in (28, 24, 17)]
         session.run(str(python), "-m", "pip", *install, external=True)
         parts.rename(folder)
