@@ -37,14 +37,22 @@ def mtp_loss_normalised(engine: Any, data: Any) -> Iterator[None]:
     all_routed, all_response = counts.tolist()
 
     configs = {id(config): config for config in (chunk.config for chunk in unwrap_model(list(engine.module)))}
-    factors = {key: config.mtp_loss_scaling_factor for key, config in configs.items()}
+    before = {key: config.mtp_loss_scaling_factor for key, config in configs.items()}
+    entered = [key for key in configs if key not in _users_factor]
     try:
         for key, config in configs.items():
-            config.mtp_loss_scaling_factor = factors[key] * all_routed / max(all_response, 1)
+            factor = _users_factor.setdefault(key, before[key])
+            config.mtp_loss_scaling_factor = factor * all_routed / max(all_response, 1)
         yield
     finally:
         for key, config in configs.items():
-            config.mtp_loss_scaling_factor = factors[key]
+            config.mtp_loss_scaling_factor = before[key]
+        for key in entered:
+            del _users_factor[key]
+
+
+_users_factor: dict[int, float] = {}
+"""By ``id`` of a config, its own factor while ours is in force: an override that calls ``super()`` enters twice."""
 
 
 def _trains_mtp(engine: Any) -> bool:

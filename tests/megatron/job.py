@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import verl_fixes
+from tests.megatron import dynamic_cp
 from tests.stock.jobs.phases import PHASES, phases
 from verl_fixes.demo import megatron_on_cpu as cpu
 
@@ -36,6 +37,7 @@ class _Watched:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.results: list[tuple[Any, ...]] = []
+        self.cp_sizes: list[int | None] = []
 
     def __enter__(self) -> _Watched:
         cls = type(self._engine)
@@ -43,6 +45,7 @@ class _Watched:
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = cls.postprocess_micro_batch_func(self._engine, *args, **kwargs)
             self.results.append(result)
+            self.cp_sizes.append(kwargs.get("local_cp_size"))
             return result
 
         self._engine.postprocess_micro_batch_func = watched
@@ -61,6 +64,7 @@ class _Watched:
             "sums": [float(result[0]) for result in self.results],
             "live": [bool(result[0].requires_grad) for result in self.results],
             "attached": sum(leaf.requires_grad for leaf in outputs),
+            "cp_sizes": self.cp_sizes,
         }
 
 
@@ -126,16 +130,29 @@ def _packed_to(multiple: int | None) -> Iterator[None]:
         util.mpu = parallel_state
 
 
+def _only(batch: Any, rows: list[int]) -> Any:
+    """These rows of a batch, as one micro-batch."""
+    from verl.utils import tensordict_utils as tu
+
+    batch = tu.index_select_tensor_dict(batch, rows)
+    tu.assign_non_tensor(batch, micro_batch_size_per_gpu=len(rows))
+    return batch
+
+
 def _step(engine: Any, heirs: dict[Any, type], case: dict[str, Any], saved: dict[str, Any], key: str) -> dict[str, Any]:
     case = dict(case)
     heir = case.pop("heir", None)
     engine.__class__ = _heirs(heirs[None])[heir] if case.pop("late", False) else heirs[heir]
     loss = _loss(case.pop("loss", "ppo"), case.pop("mode", "token-mean"))
     forward_only = case.pop("forward_only", False)
+    every_rank = case.pop("every_rank", False)
+    rows = case.pop("rows", None)
     if case.pop("no_loss", False):
         loss = None
     share = {"dp_rank": engine.get_data_parallel_rank(), "dp_size": engine.get_data_parallel_size()}
     batch = cpu.make_batch(**(share | case))
+    if rows is not None:
+        batch = _only(batch, rows)
     per_micro_batch = int(batch["micro_batch_size_per_gpu"])
     lengths = batch["input_ids"].offsets().diff().split(per_micro_batch)
     with _Watched(engine) as watched:
@@ -147,8 +164,12 @@ def _step(engine: Any, heirs: dict[Any, type], case: dict[str, Any], saved: dict
             result = cpu.train_step(engine, batch, loss)
             saved[f"{_phase()}/{key}"] = cpu.gather_gradients(engine, result.gradients)
             answer = {"loss": result.output.get("loss"), "grad_norm": result.grad_norm}
+    report = watched.report()
+    if every_rank:
+        answer["ranks"] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(answer["ranks"], report)
     about_batch = {"batch": [int(part.sum()) for part in lengths], "logged": _logged_router_losses()}
-    return answer | watched.report() | about_batch
+    return answer | report | about_batch
 
 
 def main() -> None:
@@ -158,6 +179,8 @@ def main() -> None:
     saved: dict[str, Any] = {}
     with cpu.process_group() as rank:
         layout = None
+        if any("max_seqlen_per_dp_cp_rank" in build.get("layout", {}) for build in plan.values()):
+            dynamic_cp.arrange()
         for name, build in plan.items():
             before, layout = layout, cpu.Layout(**build.get("layout", {}))
             if before not in (None, layout):
@@ -178,7 +201,7 @@ def main() -> None:
                 for case, settings in build["cases"].items():
                     only = settings.pop("phases", build.get("phases", PHASES))
                     step = functools.partial(_step, engine, heirs, settings, saved, f"{name}/{case}")
-                    answers[name][case] = phases(step, only)
+                    answers[name][case] = phases(step, only, disable=build.get("disable", ()))
         if rank == 0:
             torch.save(saved, file)
             print(json.dumps(answers), flush=True)

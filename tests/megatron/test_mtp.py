@@ -24,6 +24,7 @@ ROUTED, RESPONSE = 183, 129  # tokens of the standard batch
 UPSTREAM_IS_RIGHT = RELEASE >= "0.9" and MEGATRON_CORE >= (0, 17)  # its correction needs process_mtp_loss
 LAYOUTS = {"dp": {}, "pp": {"pp": 2}, "cp": {"cp": 2}}
 SPLITS = {"one": {"micro_batches": 1}, "four": {"micro_batches": 4}}
+OVERRIDE = {"below an override": {"micro_batches": 1, "heir": "selects"}}
 
 
 def engines(name: str, on: bool, layout: dict[str, int], cases: dict[str, Any], **model: Any) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def engines(name: str, on: bool, layout: dict[str, int], cases: dict[str, Any], 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    plan = engines("off", False, {}, SPLITS) | engines("on", True, {}, SPLITS)
+    plan = engines("off", False, {}, SPLITS) | engines("on", True, {}, SPLITS | OVERRIDE)
     plan |= engines("bshd off", False, {}, {"one": SPLITS["one"]}, use_remove_padding=False)
     plan |= engines("bshd on", True, {}, {"one": SPLITS["one"]}, use_remove_padding=False)
     return steps(tmp_path_factory.mktemp("alone"), 1, plan)
@@ -77,6 +78,11 @@ def test_it_is_the_mean_over_response_tokens(alone: Steps, pair: Steps, layout: 
         assert 1e-3 < error < 0.06
     else:
         assert error <= EXACT
+
+
+def test_an_engine_that_overrides_the_method_and_calls_super(alone: Steps) -> None:
+    reference = mtp_gradient(alone, "stock", "off", "one")
+    assert relative_error(mtp_gradient(alone, "fixed", "on", "below an override"), reference) <= EXACT
 
 
 def test_padded_batches(alone: Steps) -> None:

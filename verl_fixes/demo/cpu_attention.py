@@ -60,12 +60,12 @@ class CpuAttention(MegatronModule):
             query: ``[tokens, heads, dim]`` packed or ``[sequence, batch, heads, dim]`` padded; this CP rank's share.
             key, value: the same with ``groups`` in place of ``heads``.
             packed_seq_params: with it the input is packed; its ``cu_seqlens_q_padded`` counts the tokens of whole
-                sequences, over all CP ranks.
+                sequences, over all CP ranks. Under dynamic context parallelism it names the CP group as well.
 
         Returns:
             ``[tokens, 1, heads * dim]`` packed or ``[sequence, batch, heads * dim]`` padded.
         """
-        group = parallel_state.get_context_parallel_group()
+        group = getattr(packed_seq_params, "cp_group", None) or parallel_state.get_context_parallel_group()
         if packed_seq_params is None:
             return self._attend(query, *_gather_from_cp(key, value, group), group)
 

@@ -58,12 +58,23 @@ class Layout:
     """How the processes split the work. The data-parallel size is ``world_size / (tp * pp * cp)``.
 
     ``tp`` above 1 brings sequence parallelism with it, as mbridge does.
+
+    Attributes:
+        max_seqlen_per_dp_cp_rank: with it context parallelism is dynamic, since verl 0.9.0: every process gets the
+            whole batch, and longer sequences than this are shared among 2, 4, ... of all DP x CP processes.
     """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     distributed_optimizer: bool = True
+    max_seqlen_per_dp_cp_rank: int | None = None
+
+    def dynamic_cp(self) -> dict[str, Any]:
+        """The settings of verl's engine config for it, as keyword arguments: older releases do not know them."""
+        if self.max_seqlen_per_dp_cp_rank is None:
+            return {}
+        return {"dynamic_context_parallel": True, "max_seqlen_per_dp_cp_rank": self.max_seqlen_per_dp_cp_rank}
 
 
 @dataclass(frozen=True)
@@ -212,6 +223,7 @@ def build_engine(model: Model, layout: Layout, *, calculate_per_token_loss: bool
         use_mbridge=True,
         vanilla_mbridge=True,
         override_transformer_config=model.transformer_config(calculate_per_token_loss),
+        **layout.dynamic_cp(),
     )
     object.__setattr__(engine_config, "dtype", "float32")  # its own check allows bf16 and fp16 only
     optimizer_config = McoreOptimizerConfig(

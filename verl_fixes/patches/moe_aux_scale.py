@@ -25,6 +25,7 @@ from verl_fixes.patch import Patch, Target
 from verl_fixes.probe import Function, Source, Verdict, mentions
 
 _ATTACH = ("self", "activation", "aux_loss_coeff", "aux_loss")
+_COUNT = "valid_token_count"
 
 
 def _missing_factor(router: Any) -> int:
@@ -33,10 +34,14 @@ def _missing_factor(router: Any) -> int:
 
 
 def scale_load_balancing_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``attach_and_log_load_balancing_loss``, through which all three kinds of aux loss reach the gradient."""
+    """Around ``attach_and_log_load_balancing_loss``, through which all three kinds of aux loss reach the gradient.
+
+    Where the router was given a padding mask, its count is a tensor, and of the whole group already: megatron-core's
+    all-reduce of the tokens per expert works in place, before the router's own tokens are taken from it.
+    """
     call = Call(original, _ATTACH, args, kwargs)
     factor = _missing_factor(call["self"])
-    if factor == 1:
+    if factor == 1 or not isinstance(kwargs.get(_COUNT, 0), int):
         return call()
     return call(aux_loss=call["aux_loss"] * factor, aux_loss_coeff=call["aux_loss_coeff"] * factor)
 
@@ -56,7 +61,10 @@ def scale_z_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _verdict(function: Function, source: Source) -> Verdict:
-    """The loss is attached by ``….apply(activation, loss)``, once for each setting of the flag."""
+    """The loss is attached by ``….apply(activation, loss)``, once for each setting of the flag.
+
+    Megatron-LM's dev branch counts the tokens of the group itself, or adds up the z loss instead of averaging it.
+    """
     attached = [
         node.args[-1]
         for node in ast.walk(function)
@@ -64,7 +72,9 @@ def _verdict(function: Function, source: Source) -> Verdict:
     ]
     if len(attached) != 2 or not mentions(function, "calculate_per_token_loss"):
         return Verdict.DRIFTED
-    if any(mentions(loss, "tp_cp_group") for loss in attached):
+    if any(mentions(loss, "tp_cp_group") or mentions(loss, "aux_loss_scale_num_tokens") for loss in attached):
+        return Verdict.FIXED
+    if mentions(function, "z_loss_sum"):
         return Verdict.FIXED
     scaled = [loss for loss in attached if isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Mult)]
     return Verdict.BUGGY if len(scaled) == 1 else Verdict.DRIFTED
@@ -82,7 +92,8 @@ PATCH = Patch(
     ),
     does=(
         "Puts the factor tp_cp_group.size() into aux_loss, seq_aux_loss, global_aux_loss and the z loss, while "
-        "calculate_per_token_loss is on. The losses in the log stay as they are."
+        "calculate_per_token_loss is on; not into aux losses of routers that are given a padding mask, where it is "
+        "there already. The losses in the log stay as they are."
     ),
     removable="With megatron-core 0.19.0.",
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5047",),
