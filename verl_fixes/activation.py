@@ -171,7 +171,7 @@ class Activation:
             except Exception as error:
                 for patch, target in self._targets_in(name):
                     self._outcomes[target] = outcome = _record(target, State.FAILED, f"{type(error).__name__}: {error}")
-                    self._take_out(patch, outcome)
+                    self._take_out(patch, target, outcome)
             self._stop_if_strict(name)
 
     def _sweep(self) -> None:
@@ -204,11 +204,11 @@ class Activation:
                 self._identity = None
                 self._log(patch, outcome)
                 if outcome.state in TROUBLE:
-                    self._take_out(patch, outcome)
+                    self._take_out(patch, target, outcome)
 
     def _apply(self, patch: Patch, target: Target, module: ModuleType) -> TargetRecord:
         if patch.atomic:
-            for other in patch.targets:
+            for other in _same_unit(patch, target):
                 outcome = self._outcomes.get(other)
                 if outcome is not None and outcome.state in TROUBLE:
                     return _record(target, outcome.state, f"left out with the rest of {patch.name}: {outcome.reason}")
@@ -220,12 +220,13 @@ class Activation:
                 return _record(target, State.FAILED, str(error))
         return _record(target, state, reason)
 
-    def _take_out(self, patch: Patch, trouble: TargetRecord) -> None:
-        """Roll an atomic patch back as a whole, and say what happened."""
+    def _take_out(self, patch: Patch, troubled: Target, trouble: TargetRecord) -> None:
+        """Roll a unit of an atomic patch back as a whole, and say what happened."""
         consequence = "This target is left as it was"
         if patch.atomic:
-            consequence = "The whole patch is left out"
-            for target in patch.targets:
+            unit = _same_unit(patch, troubled)
+            consequence = f"The whole {'patch' if len(unit) == len(patch.targets) else 'unit'} is left out"
+            for target in unit:
                 outcome = self._outcomes.get(target)
                 if outcome is None or outcome.state in TROUBLE:
                     continue
@@ -297,6 +298,10 @@ class Activation:
             raise RestoreError("\n".join(refused))
 
 
+def _same_unit(patch: Patch, target: Target) -> list[Target]:
+    return [other for other in patch.targets if other.unit == target.unit]
+
+
 def _record(target: Target, state: State, reason: str, expected: State | None = None) -> TargetRecord:
     return TargetRecord(target.module, target.qualname, state, reason, expected or state)
 
@@ -308,10 +313,10 @@ def _examine(patch: Patch, target: Target) -> tuple[State, str, Wrapper | None]:
         source = probe.locate(package)
         if source is None:
             return State.ABSENT, f"{package} is not installed", None
-        siblings = [other.module for other in patch.targets if other.module.startswith(f"{package}.")]
+        siblings = [t.module for t in _same_unit(patch, target) if t.module.startswith(f"{package}.")]
         if patch.atomic and len({source.file(module) is None for module in siblings}) > 1:
             return State.DRIFTED, f"this release has only part of the modules that {patch.name} wraps", None
-        verdict = probe.judge(source, target.module, target.qualname, target.known, target.question)
+        verdict = probe.judge(source, target.module, target.judged, target.known, target.question)
     except Exception as error:  # whatever it is, it must not break the import of verl; status shows it
         return State.FAILED, f"its source cannot be judged: {type(error).__name__}: {error}", None
     state, wrapper = target.plan(verdict)

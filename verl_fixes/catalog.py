@@ -8,6 +8,7 @@ from verl_fixes.errors import CatalogError
 from verl_fixes.patch import Patch
 from verl_fixes.patches import (
     detach_outputs,
+    dynamic_batch_sync,
     moe_aux_scale,
     per_token_loss,
     ray_propagation,
@@ -20,6 +21,7 @@ CATALOG: tuple[Patch, ...] = (
     per_token_loss.PATCH,
     moe_aux_scale.PATCH,
     detach_outputs.PATCH,
+    dynamic_batch_sync.PATCH,
     ray_propagation.PATCH,
     run_provenance.PATCH,
 )

@@ -2,16 +2,18 @@
 
 With the flag on, Megatron adds the MTP loss as a sum over response tokens to a gradient that is divided by all tokens
 that the router sees. Without a correction it weighs too little by response tokens / routed tokens. verl 0.9 corrects
-it, but only where megatron-core has ``process_mtp_loss`` (0.17.0 on) and sequences are packed (THD).
+it, but only where megatron-core has ``process_mtp_loss`` (0.17.0 on) and sequences are packed (THD). At CP>1, both
+verl 0.9 and ``process_mtp_loss`` also multiply by tokens before / after the shift of each rank alone; that stays.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from verl_fixes.token_counts import alignment_padding, packing_multiple, routed_tokens
+from verl_fixes.token_counts import counted_tokens
 
 
 @contextmanager
@@ -26,17 +28,17 @@ def mtp_loss_normalised(engine: Any, data: Any) -> Iterator[None]:
         return
 
     import torch
+    from verl.models.mcore import mtp_patch
     from verl.utils.device import get_device_id
-    from verl.utils.megatron_utils import unwrap_model
 
     mask = data["loss_mask"]
-    routed = routed_tokens(data) + alignment_padding(data, packing_multiple(engine))
-    response = (mask.values() if mask.is_nested else mask).sum()
+    routed, response = counted_tokens(engine, data), (mask.values() if mask.is_nested else mask).sum()
     counts = torch.stack([routed.to(response.device), response]).to(get_device_id(), torch.int64)
     torch.distributed.all_reduce(counts, group=engine.get_data_parallel_group())
     all_routed, all_response = counts.tolist()
 
-    configs = {id(config): config for config in (chunk.config for chunk in unwrap_model(list(engine.module)))}
+    models = [mtp_patch._get_patching_model(chunk) or chunk for chunk in engine.module]  # whose MTP layers verl trains
+    configs = {id(model.config): model.config for model in models}
     before = {key: config.mtp_loss_scaling_factor for key, config in configs.items()}
     entered = [key for key in configs if key not in _users_factor]
     try:
@@ -63,8 +65,10 @@ def _trains_mtp(engine: Any) -> bool:
 
 def _upstream_normalises(engine: Any) -> bool:
     """verl 0.9 passes the factor on the packed sequence's parameters, and only ``process_mtp_loss`` is given it."""
-    from verl.models.mcore import mtp_patch
+    from megatron.core.transformer import multi_token_prediction
+    from verl.models.mcore import model_forward
 
-    passes_it = hasattr(mtp_patch, "_MTP_LOSS_NORMALIZATION_FACTOR_ATTR")
-    uses_it = getattr(mtp_patch, "_HAS_PROCESS_MTP_LOSS", False)
+    forward = getattr(model_forward, "gptmodel_forward_model_engine", None)
+    passes_it = forward and "mtp_loss_normalization_factor" in inspect.signature(forward).parameters
+    uses_it = hasattr(multi_token_prediction, "process_mtp_loss")
     return bool(passes_it and uses_it and engine.engine_config.use_remove_padding)

@@ -54,6 +54,11 @@ class Target:
         question: tells buggy from fixed by structure, for code whose fingerprint is not in ``known``. None where
             nothing is buggy or fixed, because the wrapper only carries something along; no source is read then.
         known: fingerprints of the releases that are tested, with their verdicts.
+        caller: set where ``qualname`` is a name that the module imported, and only this module's use of it is to be
+            wrapped: the function that calls it. It is what the question and the fingerprints are about.
+        overrides: whether overrides in subclasses are wrapped as well. False where a wrapper around the method itself
+            is enough, because it must not act twice below an override that calls ``super()``.
+        unit: targets of one unit go in together or not at all, in an atomic patch.
         on_install: called with the imported module once the wrapper is in place.
     """
 
@@ -63,10 +68,18 @@ class Target:
     question: Question | None
     refine: Wrapper | None = None
     known: Mapping[str, Verdict] = field(default_factory=dict)
+    caller: str | None = None
+    overrides: bool = True
+    unit: str = ""
     on_install: Callable[[ModuleType], None] | None = None
 
     def __str__(self) -> str:
         return f"{self.module}:{self.qualname}"
+
+    @property
+    def judged(self) -> str:
+        """The function whose code tells buggy from fixed."""
+        return self.caller or self.qualname
 
     def plan(self, verdict: Verdict) -> tuple[State, Wrapper | None]:
         """The state that this target is in once its module is imported, and the wrapper that brings it there."""
@@ -91,7 +104,8 @@ class Patch:
         fixed_in: first release of the package that has the whole fix, or "none yet".
         default: whether it is on when no toggle says otherwise.
         targets: the functions that are wrapped.
-        atomic: the patch goes in whole or not at all. False only where each target is a fix in its own right.
+        atomic: each unit of targets goes in whole or not at all. False only where each target is a fix in its own
+            right.
         plumbing: it carries this package's own business and fixes nothing. Not part of what a driver and its workers
             compare.
         always: ``VERL_FIXES=0`` does not switch it off, only its own variable does.

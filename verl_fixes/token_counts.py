@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+
+_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+_reporting = 0
+
+
+@contextmanager
+def reported_to_megatron() -> Iterator[None]:
+    """While it lasts, token counts are reported, so ``finalize_model_grads`` divides by them."""
+    global _reporting
+    _reporting += 1
+    try:
+        yield
+    finally:
+        _reporting -= 1
+
+
+def are_reported() -> bool:
+    """Whether Megatron divides gradients by token counts: one of our patches reports them, or verl 0.9 by itself."""
+    engine = getattr(sys.modules.get(_ENGINE), "MegatronEngine", None)
+    return _reporting > 0 or hasattr(engine, "_routed_num_tokens")
+
+
+def counted_tokens(engine: Any, data: Any) -> torch.Tensor:
+    """What the router sees of ``data`` over all TP and CP ranks, padding included; 0-d int64."""
+    return routed_tokens(data) + alignment_padding(data, packing_multiple(engine))
 
 
 def routed_tokens(data: Any) -> torch.Tensor:
@@ -27,14 +57,14 @@ def routed_tokens(data: Any) -> torch.Tensor:
     return torch.tensor(ids.numel(), dtype=torch.int64, device=ids.device)
 
 
-def alignment_padding(data: Any, multiple: int) -> int:
+def alignment_padding(data: Any, multiple: int) -> torch.Tensor | int:
     """Number of tokens that are added when each packed sequence is padded to a multiple of ``multiple`` tokens."""
     import torch
 
     ids = data["input_ids"]
     if multiple == 1 or not (ids.is_nested and ids.layout is torch.jagged):
         return 0
-    return int((-_lengths(ids) % multiple).sum())
+    return (-_lengths(ids) % multiple).sum()
 
 
 def _lengths(jagged: torch.Tensor) -> torch.Tensor:
@@ -43,17 +73,31 @@ def _lengths(jagged: torch.Tensor) -> torch.Tensor:
 
 
 def packing_multiple(engine: Any) -> int:
-    """What verl pads each packed sequence to a multiple of, so that TP and CP ranks share it evenly.
+    """What verl pads each packed sequence to a multiple of, so that TP and CP ranks share it evenly; 1 for BSHD.
 
-    1 for BSHD batches. Not counted is what fp8 and ``pad_to_length_bucket`` append to a micro-batch as a whole.
+    Not counted is what fp8 and ``pad_to_length_bucket`` append to a micro-batch as a whole: how the mini-batch will be
+    split is not known when it is counted. The policy gradient does not depend on it.
     """
     if not engine.engine_config.use_remove_padding:
         return 1
     from megatron.core import parallel_state as mpu
+    from verl.models.mcore import util
 
     tp_size: int = mpu.get_tensor_model_parallel_world_size()
     cp_size: int = mpu.get_context_parallel_world_size()
-    return tp_size * cp_size * 2 if cp_size > 1 else tp_size
+    multiple = tp_size * cp_size * (2 if cp_size > 1 and _zigzag(engine) else 1)
+    if getattr(engine.tf_config, "fp8", None) in ("e4m3", "hybrid") and hasattr(util, "_compute_fp8_thd_align_size"):
+        return math.lcm(16, multiple)
+    return multiple
+
+
+def _zigzag(engine: Any) -> bool:
+    """Each CP rank holds two chunks of a sequence, except for attention variants that verl 0.9.1 lays out in one."""
+    if not hasattr(engine, "_get_context_parallel_layout"):
+        return True
+    from verl.utils.megatron_utils import unwrap_model
+
+    return bool(engine._get_context_parallel_layout(unwrap_model(engine.module[0])) == "zigzag")
 
 
 def local_share(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:

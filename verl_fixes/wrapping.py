@@ -99,7 +99,7 @@ def install(patch: Patch, target: Target, wrapper: Wrapper, module: ModuleType) 
         try:
             owner, name = _owner(module, target.qualname)
             if owner is module:
-                _wrap_function(module, name, layer)
+                _wrap_function(module, name, layer, everywhere=target.caller is None)
             else:
                 _wrap_method(owner, name, layer)
             if target.on_install is not None:
@@ -170,7 +170,7 @@ def touched_classes() -> list[tuple[type, str, tuple[Wrapper, ...]]]:
 def early_bound() -> list[tuple[str, str]]:
     """Names in loaded modules and their classes that still lead around our wrappers: the name, and the patch."""
     with _lock:
-        stacks = list(_stacks)
+        stacks = [stack for stack in _stacks if not all(layer.target.caller for layer in stack.layers)]
     puts = {id(_function(stack.put)) for stack in stacks}
     bases = {id(_function(stack.base)): stack for stack in stacks if id(_function(stack.base)) not in puts}
     found = []
@@ -270,9 +270,11 @@ def _wrap_method(cls: type, name: str, layer: _Layer) -> None:
 
     A method that ``cls`` only inherits is added to ``cls`` itself; the parent keeps its own.
     """
-    for owner in dict.fromkeys((cls, *_overriding_subclasses(cls, name))):
+    overriding = _overriding_subclasses(cls, name) if layer.target.overrides else ()
+    for owner in dict.fromkeys((cls, *overriding)):
         _add(_stack_of(owner, name) or _method_stack(owner, name), layer)
-    _watch_subclasses(cls)
+    if layer.target.overrides:
+        _watch_subclasses(cls)
 
 
 def _stack_of(owner: Any, name: str) -> _Stack | None:
@@ -315,7 +317,7 @@ def _cover_heir(heir: type) -> None:
         for stack in list(_stacks):
             for owner, name, _ in stack.spots:
                 if owner in ancestors and name in vars(heir):
-                    for layer in list(stack.layers):
+                    for layer in [layer for layer in stack.layers if layer.target.overrides]:
                         _noting(layer, heir, name)
 
 
@@ -340,11 +342,12 @@ on_uncovered: Callable[[Patch, str], None] = _ignore
 """Told of each class that turned up later and could not be wrapped."""
 
 
-def _wrap_function(module: ModuleType, name: str, layer: _Layer) -> None:
+def _wrap_function(module: ModuleType, name: str, layer: _Layer, everywhere: bool) -> None:
     stack = _stack_of(module, name)
     if stack is None:
         original = vars(module)[name]
-        stack = _Stack(tuple((holder, alias, original) for holder, alias in _names_of(original)), original)
+        holders = _names_of(original) if everywhere else ((module, name),)
+        stack = _Stack(tuple((holder, alias, original) for holder, alias in holders), original)
     _add(stack, layer)
 
 

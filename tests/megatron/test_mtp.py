@@ -24,7 +24,12 @@ ROUTED, RESPONSE = 183, 129  # tokens of the standard batch
 UPSTREAM_IS_RIGHT = RELEASE >= "0.9" and MEGATRON_CORE >= (0, 17)  # its correction needs process_mtp_loss
 LAYOUTS = {"dp": {}, "pp": {"pp": 2}, "cp": {"cp": 2}}
 SPLITS = {"one": {"micro_batches": 1}, "four": {"micro_batches": 4}}
-OVERRIDE = {"below an override": {"micro_batches": 1, "heir": "selects"}}
+AFTERWARDS = {
+    "below an override": {"micro_batches": 1, "heir": "selects"},
+    "failing": {"micro_batches": 1, "loss": "raising"},
+    "after a failure": {"micro_batches": 1},
+}
+TWO_LAYERS = {"moe": True, "mtp_layers": 2}
 
 
 def engines(name: str, on: bool, layout: dict[str, int], cases: dict[str, Any], **model: Any) -> dict[str, Any]:
@@ -41,7 +46,8 @@ def engines(name: str, on: bool, layout: dict[str, int], cases: dict[str, Any], 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    plan = engines("off", False, {}, SPLITS) | engines("on", True, {}, SPLITS | OVERRIDE)
+    plan = engines("two layers off", False, {}, {"one": SPLITS["one"]}, **TWO_LAYERS)
+    plan |= engines("off", False, {}, SPLITS) | engines("on", True, {}, SPLITS | AFTERWARDS)
     plan |= engines("bshd off", False, {}, {"one": SPLITS["one"]}, use_remove_padding=False)
     plan |= engines("bshd on", True, {}, {"one": SPLITS["one"]}, use_remove_padding=False)
     return steps(tmp_path_factory.mktemp("alone"), 1, plan)
@@ -49,7 +55,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Steps:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    plan: dict[str, Any] = {}
+    # first, because Megatron's log of MTP losses keeps the number of layers of the first step
+    plan = engines("two layers, tp", True, {"tp": 2}, {"one": SPLITS["one"]}, **TWO_LAYERS)
     for name, layout in LAYOUTS.items():
         plan |= engines(name, True, layout, SPLITS)
     return steps(tmp_path_factory.mktemp("pair"), 2, plan)
@@ -80,9 +87,16 @@ def test_it_is_the_mean_over_response_tokens(alone: Steps, pair: Steps, layout: 
         assert error <= EXACT
 
 
-def test_an_engine_that_overrides_the_method_and_calls_super(alone: Steps) -> None:
+@pytest.mark.parametrize("case", ["below an override", "after a failure"])
+def test_nothing_is_scaled_twice(alone: Steps, case: str) -> None:
     reference = mtp_gradient(alone, "stock", "off", "one")
-    assert relative_error(mtp_gradient(alone, "fixed", "on", "below an override"), reference) <= EXACT
+    assert "the loss function failed" in alone.answers["on 1.0"]["failing"]["fixed"]
+    assert relative_error(mtp_gradient(alone, "fixed", "on", case), reference) <= EXACT
+
+
+def test_two_layers_of_a_mixture_of_experts_under_tensor_parallelism(alone: Steps, pair: Steps) -> None:
+    reference = mtp_gradient(alone, "stock", "two layers off", "one")
+    assert relative_error(mtp_gradient(pair, "fixed", "two layers, tp", "one"), reference) <= EXACT
 
 
 def test_padded_batches(alone: Steps) -> None:

@@ -239,6 +239,41 @@ def test_targets_that_stand_alone_do_not_take_each_other_out(toy: Toy, active: A
     assert [target.state for target in record.targets] == [State.DRIFTED, State.APPLIED]
 
 
+def test_units_of_an_atomic_patch_stand_alone_and_are_whole_in_themselves(toy: Toy, active: Active) -> None:
+    drifted = "def f(x):\n    return x\n"
+    one, two, old = toy.write("one", BUGGY), toy.write("two", drifted), toy.write("old", BUGGY)
+    missing = f"{toy.name}.none"
+    targets = [
+        make_target(one, "f", first),
+        make_target(two, "f", first),
+        make_target(old, "f", first, unit="old"),
+        make_target(missing, "f", first, unit="older"),
+    ]
+    activation = active(make_patch(*targets))
+    assert [target.expected for target in activation.status()[0].targets][2:] == [State.APPLIED, State.ABSENT]
+    m = toy.load("one")
+    assert m.f(1) == 2
+    assert toy.load("old").f(1) == 2
+    toy.load("two")
+    assert m.f(1) == (1, "BUG")
+    assert toy.load("old").f(1) == 2
+    record = activation.status()[0]
+    assert record.state is State.DRIFTED
+    states_now = [target.state for target in record.targets]
+    assert states_now == [State.DRIFTED, State.DRIFTED, State.APPLIED, State.ABSENT]
+
+
+def test_a_name_that_a_module_imported_is_judged_by_the_function_that_calls_it(toy: Toy, active: Active) -> None:
+    tools = toy.write("tools", "def measure(x):\n    return x\n")
+    toy.write("m", f"from {tools} import measure\ndef use(x):\n    'BUG'\n    return measure(x)\n")
+    activation = active(make_patch(make_target(f"{toy.name}.m", "measure", caller="use")))
+    assert states(activation) == [("pending", "applied")]
+    m = toy.load("m")
+    assert (m.use(1), toy.load("tools").measure(1)) == (2, 1)
+    activation.deactivate()
+    assert m.use(1) == 1
+
+
 def test_strict_stops_the_import_of_drifted_code_again_and_again(toy: Toy, active: Active) -> None:
     module = toy.write("m", "def f(x):\n    return x\n")
     activation = active(patch_f(module), strict=True)

@@ -194,7 +194,7 @@ def test_router_losses(disk: Disk, version: str, severity: str) -> None:
     finding = only(local.router_losses([record()]))
     assert finding.severity == severity
     if severity == "warning":
-        assert finding.link == "https://github.com/NVIDIA/Megatron-LM/issues/5047"
+        assert finding.link == "https://github.com/NVIDIA/Megatron-LM/pull/5047"
 
 
 def test_router_losses_with_our_patch_and_without_megatron(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +204,9 @@ def test_router_losses_with_our_patch_and_without_megatron(disk: Disk, monkeypat
     off = only(local.router_losses([record("moe-aux-scale", State.DISABLED)]))
     assert off.severity == "warning"
     assert "VERL_FIXES_MOE_AUX_SCALE=1" in off.way_out
+    alone = only(local.router_losses([record("moe-aux-scale"), record("per-token-loss", State.DISABLED)]))
+    assert alone.severity == "warning"
+    assert "VERL_FIXES_PER_TOKEN_LOSS=1" in alone.way_out
     monkeypatch.setattr(packages.probe, "locate", lambda package: None)
     assert "not checked" in only(local.router_losses([])).message
 

@@ -316,3 +316,22 @@ def test_two_patches_may_not_claim_one_target_or_one_name() -> None:
     with pytest.raises(CatalogError, match="two patches are called 'first'"):
         check([first, make_patch(make_target("m", "g"), name="first")])
     check([first, make_patch(make_target("m", "f"), name="second", stacks_on=("first",))])
+
+
+def test_a_name_of_one_module_leaves_all_others_alone(toy: Toy) -> None:
+    toy.write("tools", "def measure(x):\n    return x\n")
+    caller = "from {tools} import measure\ndef use(x):\n    return measure(x)\n".format(tools=f"{toy.name}.tools")
+    toy.write("first", caller)
+    toy.write("second", caller)
+    tools, first, second = (toy.load(name) for name in ("tools", "first", "second"))
+    original = tools.measure
+    target = make_target(first.__name__, "measure", caller="use")
+    wrapping.install(PATCH, target, add_one, first)
+    try:
+        assert (first.use(1), second.use(1), tools.measure(1)) == (2, 1, 1)
+        assert wrapping.trouble("p", target) == ""
+        assert wrapping.lives_in("p", target, first)
+        assert [place for place, _ in wrapping.early_bound() if toy.name in place] == []
+    finally:
+        wrapping.restore("p")
+    assert first.measure is original

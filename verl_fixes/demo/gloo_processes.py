@@ -1,4 +1,4 @@
-"""Starts a script once for each rank of a gloo group, on a free port, with a timeout, and leaves no process behind."""
+"""Starts a script once for each rank of a gloo group, with a timeout, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import torch
 
 from verl_fixes.demo.megatron_arrangement import arrange
 
+_STORE = "GLOO_PROCESSES_STORE"
+
 
 @contextlib.contextmanager
 def process_group(timeout: float = 60.0) -> Iterator[int]:
@@ -25,11 +26,16 @@ def process_group(timeout: float = 60.0) -> Iterator[int]:
 
     ``timeout``, in seconds, is for one collective operation.
     """
-    if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    os.environ.setdefault("RANK", "0")
     os.environ.setdefault("LOCAL_RANK", "0")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ.setdefault("WORLD_SIZE", "1"))
     arrange()
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    # a file, because a port that is free now may be taken before rank 0 listens on it
+    store = torch.distributed.HashStore()
+    if world_size > 1:
+        store = torch.distributed.FileStore(os.environ[_STORE], world_size)
+    limit = datetime.timedelta(seconds=timeout)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         yield torch.distributed.get_rank()
     finally:
@@ -63,12 +69,7 @@ def run(
         RuntimeError: a process failed or the time is over. The message ends with its output, and no process is left.
     """
     command = [python, *([target] if target.endswith(".py") else ["-m", target]), *arguments]
-    common = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-    }
+    common = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world_size)}
     common.pop("VERL_FIXES", None)
     if not fixes:
         common["VERL_FIXES"] = "0"
@@ -76,6 +77,7 @@ def run(
 
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="megatron_on_cpu_") as folder:
+        common[_STORE] = os.path.join(folder, "store")
         outputs = [Path(folder, f"{rank}.out") for rank in range(world_size)]
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -113,10 +115,3 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> dict
 def _tail(output: Path, characters: int = 4000) -> str:
     texts = (path.read_text(errors="replace") for path in (output, output.with_suffix(".err")))
     return "".join(text[-characters:] for text in texts)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -14,8 +14,9 @@ from verl_fixes.records import Record
 
 PLATFORM = "VERL_PLATFORM"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-ROUTER_LOSS_LINK = "https://github.com/NVIDIA/Megatron-LM/issues/5047"
+ROUTER_LOSS_LINK = "https://github.com/NVIDIA/Megatron-LM/pull/5047"
 ROUTER_LOSS_PATCH = "moe-aux-scale"
+COUNTS_PATCH = "per-token-loss"
 
 
 def route(environ: Mapping[str, str]) -> list[Finding]:
@@ -109,6 +110,12 @@ def router_losses(records: Sequence[Record]) -> list[Finding]:
     if version >= (0, 19, 0):
         return [ok(check, f"megatron-core {core.version} scales the MoE aux and z loss")]
     ours = next((record for record in records if record.name == ROUTER_LOSS_PATCH), None)
+    counts = next((record for record in records if record.name == COUNTS_PATCH), None)
+    if ours is not None and ours.expected in INSTALLED and counts is not None and counts.state is State.DISABLED:
+        message = (
+            f"{COUNTS_PATCH} is off: {ROUTER_LOSS_PATCH} acts only where verl reports token counts by itself (0.9)"
+        )
+        return [warning(check, message, f"Set {counts.env}=1.")]
     if ours is not None and ours.expected in INSTALLED:
         return [ok(check, f"megatron-core {core.version}; {ROUTER_LOSS_PATCH} scales the MoE aux and z loss")]
     message = (

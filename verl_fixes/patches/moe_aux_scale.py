@@ -8,10 +8,11 @@ alone is enough. Nothing fails; the experts are balanced less than was asked for
 
 What the wrappers do: put the factor into the loss and into the coefficient by which megatron-core divides it for its
 log, so that the gradient changes and the logged loss does not. The same for aux_loss, seq_aux_loss, global_aux_loss
-and the z loss, as megatron-core 0.19.0 does.
+and the z loss, as megatron-core 0.19.0 does. Only while token counts are reported: where verl reports none and
+per-token-loss is off, nothing divides, and the factor would make it worse.
 
 When it can go: with megatron-core 0.19.0.
-Sources: https://github.com/NVIDIA/Megatron-LM/issues/5047, https://github.com/NVIDIA/Megatron-LM/issues/1652
+Sources: https://github.com/NVIDIA/Megatron-LM/pull/5047, https://github.com/NVIDIA/Megatron-LM/issues/1652
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Any
 from verl_fixes.arguments import Call
 from verl_fixes.patch import Patch, Target
 from verl_fixes.probe import Function, Source, Verdict, mentions
+from verl_fixes.token_counts import are_reported
 
 _ATTACH = ("self", "activation", "aux_loss_coeff", "aux_loss")
-_COUNT = "valid_token_count"
 
 
 def _missing_factor(router: Any) -> int:
-    """How many ranks share the tokens of a micro-batch; 1 where nothing is missing."""
-    return int(router.tp_cp_group.size()) if router.calculate_per_token_loss else 1
+    """How many ranks share the tokens of a micro-batch; 1 where nothing is missing, or nothing divides by tokens."""
+    return int(router.tp_cp_group.size()) if router.calculate_per_token_loss and are_reported() else 1
 
 
 def scale_load_balancing_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -39,23 +40,25 @@ def scale_load_balancing_loss(original: Callable[..., Any], *args: Any, **kwargs
     Where the router was given a padding mask, its count is a tensor, and of the whole group already: megatron-core's
     all-reduce of the tokens per expert works in place, before the router's own tokens are taken from it.
     """
+    import torch
+
     call = Call(original, _ATTACH, args, kwargs)
     factor = _missing_factor(call["self"])
-    if factor == 1 or not isinstance(kwargs.get(_COUNT, 0), int):
+    if factor == 1 or isinstance(call.get("valid_token_count"), torch.Tensor):
         return call()
     return call(aux_loss=call["aux_loss"] * factor, aux_loss_coeff=call["aux_loss_coeff"] * factor)
 
 
 def scale_z_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``apply_z_loss``, which takes its coefficient from the router's config."""
-    router = args[0] if args else kwargs["self"]
-    factor, config = _missing_factor(router), router.config
+    call = Call(original, ("self",), args, kwargs)
+    config = call["self"].config
     coefficient = config.moe_z_loss_coeff
-    if factor == 1 or not coefficient:
-        return original(*args, **kwargs)
-    config.moe_z_loss_coeff = coefficient * factor
+    if not coefficient:
+        return call()
+    config.moe_z_loss_coeff = coefficient * _missing_factor(call["self"])
     try:
-        return original(*args, **kwargs)
+        return call()
     finally:
         config.moe_z_loss_coeff = coefficient
 
@@ -63,7 +66,8 @@ def scale_z_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def _verdict(function: Function, source: Source) -> Verdict:
     """The loss is attached by ``….apply(activation, loss)``, once for each setting of the flag.
 
-    Megatron-LM's dev branch counts the tokens of the group itself, or adds up the z loss instead of averaging it.
+    With the flag on it is multiplied, by the router's own tokens or by those of the group. Megatron-LM's dev branch
+    counts the group's tokens itself, and adds up the z loss instead of averaging it.
     """
     attached = [
         node.args[-1]
@@ -72,12 +76,30 @@ def _verdict(function: Function, source: Source) -> Verdict:
     ]
     if len(attached) != 2 or not mentions(function, "calculate_per_token_loss"):
         return Verdict.DRIFTED
-    if any(mentions(loss, "tp_cp_group") or mentions(loss, "aux_loss_scale_num_tokens") for loss in attached):
+    multipliers = [part for loss in attached for part in _multipliers(function, loss)]
+    if any(mentions(part, "tp_cp_group") for part in multipliers):
         return Verdict.FIXED
-    if mentions(function, "z_loss_sum"):
+    if mentions(function, "aux_loss_scale_num_tokens") or mentions(function, "z_loss_sum"):
         return Verdict.FIXED
-    scaled = [loss for loss in attached if isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Mult)]
-    return Verdict.BUGGY if len(scaled) == 1 else Verdict.DRIFTED
+    own = any(mentions(part, word) for part in multipliers for word in ("shape", "valid_token_count", "padding_mask"))
+    others = any(mentions(part, word) for part in multipliers for word in ("size", "reduce_group"))
+    return Verdict.BUGGY if own and not others and not mentions(function, "all_reduce") else Verdict.DRIFTED
+
+
+def _multipliers(function: Function, loss: ast.expr) -> list[ast.expr]:
+    """What ``loss * a * b`` is multiplied by, with the values that the function assigns to names in it."""
+    parts: list[ast.expr] = []
+    while isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Mult):
+        parts.append(loss.right)
+        loss = loss.left
+    names = {part.id for part in parts if isinstance(part, ast.Name)}
+    assigned = [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id in names for target in node.targets)
+    ]
+    return parts + assigned
 
 
 _ROUTER = "megatron.core.transformer.moe.router"
@@ -92,17 +114,19 @@ PATCH = Patch(
     ),
     does=(
         "Puts the factor tp_cp_group.size() into aux_loss, seq_aux_loss, global_aux_loss and the z loss, while "
-        "calculate_per_token_loss is on; not into aux losses of routers that are given a padding mask, where it is "
-        "there already. The losses in the log stay as they are."
+        "calculate_per_token_loss is on and token counts are reported, by per-token-loss or by verl 0.9 itself; not "
+        "into aux losses of routers that are given a padding mask, where it is there already. The logged losses stay "
+        "as they are."
     ),
     removable="With megatron-core 0.19.0.",
-    upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5047",),
+    upstream=("https://github.com/NVIDIA/Megatron-LM/pull/5047",),
     fixed_in="megatron-core 0.19.0",
     targets=(
         Target(
             module=_ROUTER,
             qualname="TopKRouter.attach_and_log_load_balancing_loss",
             wrapper=scale_load_balancing_loss,
+            overrides=False,
             question=_verdict,
             known={
                 "f9dee186eea2efe7": Verdict.BUGGY,  # 0.14.0 to 0.15.3
@@ -116,6 +140,7 @@ PATCH = Patch(
             module=_ROUTER,
             qualname="TopKRouter.apply_z_loss",
             wrapper=scale_z_loss,
+            overrides=False,
             question=_verdict,
             known={
                 "fb5a982f83815012": Verdict.BUGGY,  # 0.14.0 to 0.15.3

@@ -31,7 +31,13 @@ from verl_fixes.errors import UncountedError, UnsupportedSettingError
 from verl_fixes.mtp_normalisation import mtp_loss_normalised
 from verl_fixes.patch import Patch, Target
 from verl_fixes.probe import Function, Source, Verdict, mentions
-from verl_fixes.token_counts import alignment_padding, local_share, packing_multiple, routed_tokens
+from verl_fixes.token_counts import (
+    alignment_padding,
+    counted_tokens,
+    local_share,
+    packing_multiple,
+    reported_to_megatron,
+)
 
 _AUX_LOSS_TYPES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 _MINI_BATCH = ("self", "data", "loss_function", "forward_only")
@@ -120,10 +126,10 @@ def count_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     from verl.utils import tensordict_utils as tu
     from verl.utils.device import get_device_id
 
-    routed = (routed_tokens(data) + alignment_padding(data, packing_multiple(engine))).to(get_device_id())
+    routed = counted_tokens(engine, data).to(get_device_id())
     torch.distributed.all_reduce(routed, group=engine.get_data_parallel_group())
     tu.assign_non_tensor(data, **{_ROUTED: routed.item()})
-    with mtp_loss_normalised(engine, data):
+    with reported_to_megatron(), mtp_loss_normalised(engine, data):
         return call()
 
 
@@ -144,16 +150,29 @@ def check_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 @contextmanager
 def _padding_counted(engine: Any) -> Iterator[None]:
     """Upstream's own count, which it asks for once a mini-batch and once a micro-batch, includes the padding."""
-    if "_routed_num_tokens" in vars(engine):  # below an override that calls super(): it includes it already
+    upstream = engine._routed_num_tokens
+    if isinstance(upstream, _WithPadding):  # below an override that calls super()
         yield
         return
-    upstream = engine._routed_num_tokens
-    multiple = packing_multiple(engine)
-    engine._routed_num_tokens = lambda data: upstream(data) + alignment_padding(data, multiple)
+    own = "_routed_num_tokens" in vars(engine)
+    engine._routed_num_tokens = _WithPadding(upstream, packing_multiple(engine))
     try:
         yield
     finally:
         del engine._routed_num_tokens
+        if own:
+            engine._routed_num_tokens = upstream
+
+
+class _WithPadding:
+    """Upstream's count of a batch, plus the padding to a multiple."""
+
+    def __init__(self, upstream: Callable[..., Any], multiple: int) -> None:
+        self._upstream = upstream
+        self._multiple = multiple
+
+    def __call__(self, data: Any) -> Any:
+        return self._upstream(data) + alignment_padding(data, self._multiple)
 
 
 class _RecordedLoss:
@@ -220,10 +239,7 @@ def _three_tuple(
     from megatron.core import parallel_state as mpu
     from verl.utils import tensordict_utils as tu
 
-    if upstream_has_it:
-        tokens = engine._routed_num_tokens(data)
-    else:
-        tokens = routed_tokens(data) + alignment_padding(data, packing_multiple(engine))
+    tokens = engine._routed_num_tokens(data) if upstream_has_it else counted_tokens(engine, data)
     routed = tu.get_non_tensor_data(data, key=_ROUTED, default=None)
     dp_size = tu.get_non_tensor_data(data, key="dp_size", default=1)
     if routed is None:

@@ -67,7 +67,7 @@ def judgements() -> list[list[str]]:
             source = locate(target.module.partition(".")[0])
             if target.question is None or source is None:
                 continue
-            function = source.function(target.module, target.qualname)
+            function = source.function(target.module, target.judged)
             if function is not None:
                 known = target.known.get(fingerprint(function)) if target.known else None
                 answers.append([str(target), known.name if known else "", target.question(function, source).name])
