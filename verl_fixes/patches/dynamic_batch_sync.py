@@ -2,8 +2,8 @@
 
 What goes wrong: with ``use_dynamic_bsz`` each rank packs its rows into micro-batches of up to ``max_token_len`` tokens.
 ``dp_actor`` and ``dp_critic`` do not pass ``dp_group`` to ``prepare_dynamic_batch``, and in verl 0.7.1 no group means
-that nothing is agreed on (before, it meant the default group). A rank with longer rows then makes more of them. FSDP gathers parameters in each: the ranks wait for each other
-in different collectives until NCCL times out.
+that nothing is agreed on (in 0.7.0 it means the default group). A rank with longer rows then makes more of them. FSDP
+gathers parameters in each: the ranks wait for each other in different collectives until NCCL times out.
 
 What the wrapper does: passes the default process group where the caller passes none. FSDP shards over all of its
 ranks, and ranks of one Ulysses group hold the same rows, so this is the group that has to agree. It costs one

@@ -65,10 +65,10 @@ def judgements() -> list[list[str]]:
     for patch in CATALOG:
         for target in patch.targets:
             source = locate(target.module.partition(".")[0])
-            if target.question is None or source is None:
+            if target.question is None or source is None or not target.known:
                 continue
             function = source.function(target.module, target.judged)
             if function is not None:
-                known = target.known.get(fingerprint(function)) if target.known else None
+                known = target.known.get(fingerprint(function))
                 answers.append([str(target), known.name if known else "", target.question(function, source).name])
     return answers
