@@ -320,6 +320,8 @@ def _examine(patch: Patch, target: Target) -> tuple[State, str, Wrapper | None]:
     except Exception as error:  # whatever it is, it must not break the import of verl; status shows it
         return State.FAILED, f"its source cannot be judged: {type(error).__name__}: {error}", None
     state, wrapper = target.plan(verdict)
+    if state is State.ABSENT and target.absent and source.file(target.module) is not None:
+        return state, target.absent, None
     return state, "part of verl-fixes itself" if patch.plumbing and wrapper else _WHY[state], wrapper
 
 

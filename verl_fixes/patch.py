@@ -56,6 +56,7 @@ class Target:
         known: fingerprints of the releases that are tested, with their verdicts.
         caller: set where ``qualname`` is a name that the module imported, and only this module's use of it is to be
             wrapped: the function that calls it. It is what the question and the fingerprints are about.
+        absent: why there is nothing to fix, where a known function is judged ABSENT.
         overrides: whether overrides in subclasses are wrapped as well. False where a wrapper around the method itself
             is enough, because it must not act twice below an override that calls ``super()``.
         unit: targets of one unit go in together or not at all, in an atomic patch.
@@ -69,6 +70,7 @@ class Target:
     refine: Wrapper | None = None
     known: Mapping[str, Verdict] = field(default_factory=dict)
     caller: str | None = None
+    absent: str = ""
     overrides: bool = True
     unit: str = ""
     on_install: Callable[[ModuleType], None] | None = None

@@ -72,23 +72,36 @@ def _lengths(jagged: torch.Tensor) -> torch.Tensor:
     return jagged.offsets().diff() if lengths is None else lengths
 
 
-def packing_multiple(engine: Any) -> int:
-    """What verl pads each packed sequence to a multiple of, so that TP and CP ranks share it evenly; 1 for BSHD.
+def counted_rows(mask: torch.Tensor, multiple: int) -> torch.Tensor:
+    """What the router sees of the rows of a dense ``[rows, width]`` mask, each padded to a multiple; 0-d int64."""
+    import torch
 
-    Not counted is what fp8 and ``pad_to_length_bucket`` append to a micro-batch as a whole: how the mini-batch will be
-    split is not known when it is counted. The policy gradient does not depend on it.
+    lengths = mask.sum(dim=-1).to(torch.int64)
+    return (lengths + -lengths % multiple).sum()
+
+
+def packing_multiple(engine: Any) -> int:
+    """What verl pads each packed sequence of an engine to a multiple of, so that its ranks share it evenly.
+
+    1 for BSHD. Not counted is what fp8 and ``pad_to_length_bucket`` append to a micro-batch as a whole: how the
+    mini-batch will be split is not known when it is counted. The policy gradient does not depend on it.
     """
     if not engine.engine_config.use_remove_padding:
         return 1
-    from megatron.core import parallel_state as mpu
     from verl.models.mcore import util
+
+    fp8 = engine.tf_config.fp8 if hasattr(util, "_compute_fp8_thd_align_size") else None  # engines pad for it since
+    return layout_multiple(fp8, zigzag=_zigzag(engine))
+
+
+def layout_multiple(fp8: str | None, zigzag: bool = True) -> int:
+    """TP, or 2 x TP x CP where each CP rank holds two chunks of a sequence; with fp8 a multiple of 16 as well."""
+    from megatron.core import parallel_state as mpu
 
     tp_size: int = mpu.get_tensor_model_parallel_world_size()
     cp_size: int = mpu.get_context_parallel_world_size()
-    multiple = tp_size * cp_size * (2 if cp_size > 1 and _zigzag(engine) else 1)
-    if getattr(engine.tf_config, "fp8", None) in ("e4m3", "hybrid") and hasattr(util, "_compute_fp8_thd_align_size"):
-        return math.lcm(16, multiple)
-    return multiple
+    multiple = tp_size * cp_size * (2 if cp_size > 1 and zigzag else 1)
+    return math.lcm(16, multiple) if fp8 in ("e4m3", "hybrid") else multiple
 
 
 def _zigzag(engine: Any) -> bool:

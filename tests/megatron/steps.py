@@ -31,11 +31,13 @@ class Steps:
         return megatron_on_cpu.flatten(self.gradients[f"{phase}/{engine}/{case}"])
 
 
-def steps(folder: Path, world_size: int, plan: dict[str, Any], timeout: float = 280) -> Steps:
+def steps(
+    folder: Path, world_size: int, plan: dict[str, Any], timeout: float = 280, job: str = "tests.megatron.job"
+) -> Steps:
     """Run every case of every engine of the plan in three phases."""
     file = folder / "gradients.pt"
     printed = megatron_on_cpu.run(
-        "tests.megatron.job",
+        job,
         world_size,
         [json.dumps(plan), os.fspath(file)],
         fixes=True,

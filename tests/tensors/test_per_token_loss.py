@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_fixes.errors import UnsupportedSettingError
-from verl_fixes.patches.per_token_loss import active_router_losses, reject_unsupported
+from verl_fixes.router_losses import active_router_losses, reject_unsupported
 from verl_fixes.token_counts import (
     alignment_padding,
     local_share,
@@ -112,14 +112,11 @@ def test_which_router_losses_are_active(settings: dict[str, Any], active: int) -
 @pytest.mark.parametrize("use_remove_padding", [True, False])
 @pytest.mark.parametrize("z_loss", [None, 1e-3])
 def test_bshd_is_rejected_only_while_a_router_loss_is_active(use_remove_padding: bool, z_loss: float | None) -> None:
-    engine = SimpleNamespace(
-        tf_config=config(moe_z_loss_coeff=z_loss), engine_config=SimpleNamespace(use_remove_padding=use_remove_padding)
-    )
     if use_remove_padding or not z_loss:
-        reject_unsupported(engine)
+        reject_unsupported(use_remove_padding, config(moe_z_loss_coeff=z_loss))
         return
     with pytest.raises(UnsupportedSettingError) as error:
-        reject_unsupported(engine)
+        reject_unsupported(use_remove_padding, config(moe_z_loss_coeff=z_loss))
     for part in ("per-token-loss", "moe_z_loss_coeff=0.001", "use_remove_padding=True", "VERL_FIXES_PER_TOKEN_LOSS=0"):
         assert part in str(error.value)
     assert isinstance(error.value, ValueError)

@@ -128,6 +128,7 @@ def _arrange_megatron() -> None:
     LocalSpecProvider.core_attention = lambda self: CpuAttention
     LocalSpecProvider.layer_norm = lambda *args, **kwargs: CpuRMSNorm
 
+    @functools.wraps(get_gpt_decoder_block_spec)  # mbridge asks for its signature
     def local_block_spec(config: Any, use_transformer_engine: bool, **kwargs: Any) -> Any:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **kwargs)
         spec.layer_norm = CpuRMSNorm

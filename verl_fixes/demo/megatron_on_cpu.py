@@ -25,6 +25,7 @@ it has to, and it never changes what verl computes: whether verl-fixes is active
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -57,7 +58,8 @@ STANDARD = ((5, 18), (7, 15), (6, 17), (9, 12), (7, 19), (4, 16), (10, 11), (6, 
 class Layout:
     """How the processes split the work. The data-parallel size is ``world_size / (tp * pp * cp)``.
 
-    ``tp`` above 1 brings sequence parallelism with it, as mbridge does.
+    ``tp`` above 1 brings sequence parallelism with it, as mbridge does. ``chunks_per_stage`` above 1 interleaves the
+    pipeline (VPP): the model needs a layer for each chunk, and micro-batches a multiple of ``pp``.
 
     Attributes:
         max_seqlen_per_dp_cp_rank: with it context parallelism is dynamic, since verl 0.9.0: every process gets the
@@ -68,6 +70,7 @@ class Layout:
     pp: int = 1
     cp: int = 1
     distributed_optimizer: bool = True
+    chunks_per_stage: int = 1
     max_seqlen_per_dp_cp_rank: int | None = None
 
     def dynamic_cp(self) -> dict[str, Any]:
@@ -215,6 +218,7 @@ def build_engine(model: Model, layout: Layout, *, calculate_per_token_loss: bool
     engine_config = McoreEngineConfig(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.chunks_per_stage if layout.chunks_per_stage > 1 else None,
         context_parallel_size=layout.cp,
         sequence_parallel=layout.tp > 1,
         use_distributed_optimizer=layout.distributed_optimizer,
@@ -359,6 +363,55 @@ def make_batch(
     from verl.utils.dataset.dataset_utils import DatasetPadMode
     from verl.workers.utils.padding import left_right_2_no_padding
 
+    padded = padded_rows(
+        dp_rank=dp_rank, dp_size=dp_size, repeat=repeat, lengths=lengths, advantage=advantage, seed=seed
+    )
+    mask, prompt_width = padded["attention_mask"].bool(), padded["prompts"].shape[1]
+    prompt_mask, response_mask = mask[:, :prompt_width], mask[:, prompt_width:]
+    local_rows = len(mask)
+    batch = TensorDict(padded, batch_size=[local_rows])
+    batch = left_right_2_no_padding(batch)
+
+    if sft:
+        batch["loss_mask"] = _jagged((mask & ~(torch.arange(mask.shape[1]) < prompt_width)).long(), mask)
+    if attention_mask != "dense":
+        batch["prompts"] = _jagged(batch["prompts"], prompt_mask)
+        for name in ("responses", "response_mask", "old_log_probs", "advantages", "values", "returns"):
+            batch[name] = _jagged(batch[name], response_mask)
+        if not sft:
+            batch["loss_mask"] = batch["response_mask"]
+        full_mask = batch.pop("attention_mask")
+        del batch["max_seq_len"], batch["max_response_len"]  # widths of the dense layout
+        if attention_mask == "nested":
+            batch["attention_mask"] = _jagged(full_mask, mask)
+
+    tu.assign_non_tensor(
+        batch,
+        **{
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": local_rows // micro_batches,
+            "global_batch_size": len(lengths) * repeat,
+            "temperature": 1.0,
+            "pad_mode": DatasetPadMode.NO_PADDING,
+            "use_remove_padding": True,
+            "use_fused_kernels": False,
+            "calculate_entropy": False,
+            **settings,
+        },
+    )
+    return batch
+
+
+def padded_rows(
+    *,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    repeat: int = 1,
+    lengths: Sequence[Sequence[int]] = STANDARD,
+    advantage: float = 0.005,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """The rows of :func:`make_batch` as verl's trainer has them: prompts padded on the left, responses on the right."""
     prompt_lengths, response_lengths = torch.tensor([*lengths] * repeat).T
     rows, prompt_width, response_width = len(prompt_lengths), int(prompt_lengths.max()), int(response_lengths.max())
     generator = torch.Generator().manual_seed(seed)
@@ -384,38 +437,7 @@ def make_batch(
         "returns": noise() * response_mask,
     }
     share = slice(dp_rank * rows // dp_size, (dp_rank + 1) * rows // dp_size)
-    local_rows = share.stop - share.start
-    batch = TensorDict({name: tensor[share] for name, tensor in padded.items()}, batch_size=[local_rows])
-    batch = left_right_2_no_padding(batch)
-
-    if sft:
-        batch["loss_mask"] = _jagged((mask & ~(torch.arange(mask.shape[1]) < prompt_width))[share].long(), mask[share])
-    if attention_mask != "dense":
-        batch["prompts"] = _jagged(batch["prompts"], prompt_mask[share])
-        for name in ("responses", "response_mask", "old_log_probs", "advantages", "values", "returns"):
-            batch[name] = _jagged(batch[name], response_mask[share])
-        if not sft:
-            batch["loss_mask"] = batch["response_mask"]
-        full_mask = batch.pop("attention_mask")
-        del batch["max_seq_len"], batch["max_response_len"]  # widths of the dense layout
-        if attention_mask == "nested":
-            batch["attention_mask"] = _jagged(full_mask, mask[share])
-
-    tu.assign_non_tensor(
-        batch,
-        **{
-            "use_dynamic_bsz": False,
-            "micro_batch_size_per_gpu": local_rows // micro_batches,
-            "global_batch_size": rows,
-            "temperature": 1.0,
-            "pad_mode": DatasetPadMode.NO_PADDING,
-            "use_remove_padding": True,
-            "use_fused_kernels": False,
-            "calculate_entropy": False,
-            **settings,
-        },
-    )
-    return batch
+    return {name: tensor[share] for name, tensor in padded.items()}
 
 
 def _jagged(padded: Tensor, mask: Tensor) -> Tensor:
@@ -463,6 +485,14 @@ def _actor_config(loss_agg_mode: str, **config: Any) -> Any:
 
 def train_step(engine: Any, batch: Any, loss: Loss) -> StepResult:
     """One real ``train_batch``; the gradients are copied between ``finalize_model_grads`` and clipping."""
+    with watched_optimizer(engine) as seen, engine.train_mode():
+        output = engine.train_batch(batch, loss_function=loss)
+    return StepResult(float(seen["grad_norm"]), seen["gradients"], output)
+
+
+@contextlib.contextmanager
+def watched_optimizer(engine: Any) -> Iterator[dict[str, Any]]:
+    """Notes ``gradients`` and ``grad_norm`` of the last step that the engine's optimizer takes meanwhile."""
     seen: dict[str, Any] = {}
     step = engine.optimizer.step
 
@@ -474,11 +504,9 @@ def train_step(engine: Any, batch: Any, loss: Loss) -> StepResult:
 
     engine.optimizer.step = watched_step
     try:
-        with engine.train_mode():
-            output = engine.train_batch(batch, loss_function=loss)
+        yield seen
     finally:
         del engine.optimizer.step
-    return StepResult(float(seen["grad_norm"]), seen["gradients"], output)
 
 
 def _final_gradients(engine: Any) -> dict[str, Tensor]:

@@ -166,6 +166,30 @@ _ENGINES = (
         },
     ),
 )
+
+
+def _keeps_numbers(function: Function, source: Source) -> Verdict:
+    """Not a bug: what these updates keep of a micro-batch was detached and turned into numbers."""
+    return Verdict.ABSENT if mentions(function, "detach") or mentions(function, "no_grad") else Verdict.DRIFTED
+
+
+def _legacy(role: str, kind: str, method: str) -> Target:
+    prefix = {"dp": "DataParallel", "megatron": "Megatron"}[kind]
+    return Target(
+        module=f"verl.workers.{role}.{kind}_{role}",
+        qualname=f"{prefix}PPO{role.capitalize()}.{method}",
+        wrapper=detach_model_output,
+        question=_keeps_numbers,
+        absent="the legacy workers keep numbers of a micro-batch, and no output with its graph",
+    )
+
+
+_LEGACY = (
+    _legacy("actor", "dp", "update_policy"),
+    _legacy("critic", "dp", "update_critic"),
+    _legacy("actor", "megatron", "forward_backward_batch"),
+    _legacy("critic", "megatron", "forward_backward_batch"),
+)
 _SHIPPED = frozenset((target.module, target.qualname) for target in _ENGINES)
 _REGISTRY = Target(
     module="verl.workers.engine.base",
@@ -196,7 +220,7 @@ PATCH = Patch(
         "https://github.com/verl-project/verl/pull/7874",
     ),
     fixed_in="0.9.1",
-    targets=(*_ENGINES, _REGISTRY),
+    targets=(*_ENGINES, _REGISTRY, *_LEGACY),
     atomic=False,
     stacks_on=("per-token-loss",),
 )

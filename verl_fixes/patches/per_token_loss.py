@@ -22,7 +22,7 @@ Sources: https://github.com/verl-project/verl/pull/6836, guards as of https://gi
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -30,7 +30,9 @@ from verl_fixes.arguments import Call
 from verl_fixes.errors import UncountedError, UnsupportedSettingError
 from verl_fixes.mtp_normalisation import mtp_loss_normalised
 from verl_fixes.patch import Patch, Target
+from verl_fixes.patches import legacy_per_token_loss
 from verl_fixes.probe import Function, Source, Verdict, mentions
+from verl_fixes.router_losses import reject_unsupported
 from verl_fixes.token_counts import (
     alignment_padding,
     counted_tokens,
@@ -39,36 +41,10 @@ from verl_fixes.token_counts import (
     reported_to_megatron,
 )
 
-_AUX_LOSS_TYPES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 _MINI_BATCH = ("self", "data", "loss_function", "forward_only")
 _MICRO_BATCH = ("self", "output", "data", "forward_only", "loss_function")
 _ROUTED = "routed_num_tokens"
 """Upstream's key, from 0.9.0 on, for the routed tokens of the mini-batch over all data parallel ranks."""
-
-
-def active_router_losses(config: Any) -> list[str]:
-    """The MoE router losses that a transformer config really adds to the gradient, as ``setting=value``.
-
-    ``moe_router_load_balancing_type`` and ``moe_aux_loss_coeff`` may be single values or lists.
-    """
-    if not getattr(config, "num_moe_experts", None):
-        return []
-    types = _as_list(getattr(config, "moe_router_load_balancing_type", None))
-    coefficients = _as_list(getattr(config, "moe_aux_loss_coeff", None)) or [0.0]
-    if len(coefficients) == 1:
-        coefficients = list(coefficients) * len(types)
-    active = [
-        f"moe_router_load_balancing_type={kind} with moe_aux_loss_coeff={coefficient}"
-        for kind, coefficient in zip(types, coefficients, strict=False)
-        if kind in _AUX_LOSS_TYPES and coefficient
-    ]
-    if z_loss := getattr(config, "moe_z_loss_coeff", None):
-        active.append(f"moe_z_loss_coeff={z_loss}")
-    return active
-
-
-def _as_list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
 def _in_force(engine: Any, loss_function: Any) -> bool:
@@ -78,25 +54,6 @@ def _in_force(engine: Any, loss_function: Any) -> bool:
 
 def _dynamic_context_parallel(engine: Any) -> bool:
     return bool(getattr(engine.engine_config, "dynamic_context_parallel", False))
-
-
-def reject_unsupported(engine: Any) -> None:
-    """Stop before anything runs when the router's token count is not the one that gradients are divided by.
-
-    Raises:
-        UnsupportedSettingError: BSHD batches while a router loss is active. Dense models, and router losses whose
-            coefficient is 0, pass.
-    """
-    if engine.engine_config.use_remove_padding:
-        return
-    if active := active_router_losses(engine.tf_config):
-        raise UnsupportedSettingError(
-            "per-token-loss: calculate_per_token_loss=True with use_remove_padding=False (BSHD) while a router loss "
-            f"is active ({', '.join(active)}). In BSHD the router counts the padding as well, and its loss would be "
-            "too large by that ratio. Way out: set use_remove_padding=True, or switch the router loss off "
-            "(moe_aux_loss_coeff=0, moe_z_loss_coeff=null), or calculate_per_token_loss=False (needs CP=1 with "
-            "Megatron-Bridge). VERL_FIXES_PER_TOKEN_LOSS=0 runs stock verl, without this check and without the fix."
-        )
 
 
 def _reject_dynamic_context_parallel() -> NoReturn:
@@ -120,7 +77,7 @@ def count_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return call()
     if _dynamic_context_parallel(engine):
         _reject_dynamic_context_parallel()
-    reject_unsupported(engine)
+    reject_unsupported(engine.engine_config.use_remove_padding, engine.tf_config)
 
     import torch
     from verl.utils import tensordict_utils as tu
@@ -142,7 +99,7 @@ def check_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     engine, data = call["self"], call["data"]
     if not _in_force(engine, call["loss_function"]) or _dynamic_context_parallel(engine):
         return call()
-    reject_unsupported(engine)
+    reject_unsupported(engine.engine_config.use_remove_padding, engine.tf_config)
     with _padding_counted(engine), mtp_loss_normalised(engine, data):
         return call()
 
@@ -226,7 +183,7 @@ def _three_tuple(
         if upstream_has_it:
             return call()
         _reject_dynamic_context_parallel()
-    reject_unsupported(engine)
+    reject_unsupported(engine.engine_config.use_remove_padding, engine.tf_config)
 
     recorded = _RecordedLoss(loss_function)
     with _flag_hidden(engine) if upstream_has_it else nullcontext():
@@ -356,5 +313,6 @@ PATCH = Patch(
             },
         ),
         _POSTPROCESS,
+        *legacy_per_token_loss.TARGETS,
     ),
 )

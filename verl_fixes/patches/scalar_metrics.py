@@ -155,6 +155,53 @@ def _converts_grad_norm(function: Function, source: Source) -> Verdict:
     return Verdict.DRIFTED
 
 
+def convert_result(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around what hands metrics to the legacy Megatron workers, which send them in ``DataProto.meta_info``."""
+    return plain_numbers(original(*args, **kwargs))
+
+
+def _notes_grad_norm(function: Function, source: Source) -> Verdict:
+    """``update_policy`` and ``update_critic`` put the grad_norm of the optimizer's step into a list as it is."""
+    if not mentions(function, "grad_norm") or not mentions(function, "append_to_dict"):
+        return Verdict.DRIFTED
+    return Verdict.FIXED if "grad_norm" in method_calls(function, "item") else Verdict.BUGGY
+
+
+def _has_legacy_workers(function: Function, source: Source) -> Verdict:
+    """They call it last, for the ``lr`` of the metrics that they send."""
+    return Verdict.BUGGY if source.file("verl.workers.megatron_workers") else Verdict.ABSENT
+
+
+_LEGACY = (
+    Target(
+        module="verl.workers.actor.megatron_actor",
+        qualname="MegatronPPOActor.update_policy",
+        wrapper=convert_result,
+        question=_notes_grad_norm,
+        known={
+            "59964056181eb42a": Verdict.BUGGY,  # 0.7.0
+            "3824e29b08963b5e": Verdict.BUGGY,  # 0.7.1
+        },
+        unit="legacy actor",
+    ),
+    Target(
+        module="verl.workers.critic.megatron_critic",
+        qualname="MegatronPPOCritic.update_critic",
+        wrapper=convert_result,
+        question=_notes_grad_norm,
+        known={"3f5a85c0ffec652a": Verdict.BUGGY},  # 0.7.0, 0.7.1
+        unit="legacy critic",
+    ),
+    Target(
+        module="verl.utils.megatron.optimizer",
+        qualname="get_megatron_last_lr",
+        wrapper=convert_result,
+        question=_has_legacy_workers,
+        absent="this release has no legacy workers",
+        unit="legacy learning rate",
+    ),
+)
+
 PATCH = Patch(
     name="scalar-metrics",
     title="Metrics leave the worker as plain numbers",
@@ -165,7 +212,8 @@ PATCH = Patch(
     ),
     does=(
         "Before TrainingWorker._postprocess_output gathers and sends the metrics, turns every one-element tensor and "
-        "numpy scalar in them into a float, int or bool, and every larger tensor into a detached CPU tensor."
+        "numpy scalar in them into a float, int or bool, and every larger tensor into a detached CPU tensor. The same "
+        "for what the legacy Megatron actor and critic of verl 0.7 return; the legacy FSDP ones do that by themselves."
     ),
     removable="grad_norm: with verl 0.8.0. Other metrics: when a release converts all of them; 0.9.1 does not.",
     upstream=("https://github.com/verl-project/verl/pull/6195",),
@@ -182,5 +230,6 @@ PATCH = Patch(
                 "09985a54fd22e7c0": Verdict.INCOMPLETE,  # 0.8.0, 0.9.0, 0.9.1
             },
         ),
+        *_LEGACY,
     ),
 )
