@@ -44,6 +44,8 @@ def status_command(as_json: bool) -> None:
 
         console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(report.heading(), highlight=False, soft_wrap=True)
+        if path := report.default_path():
+            console.print(path, highlight=False)
         console.print(report.table(records))
     sys.exit(1 if report.in_trouble(records) else 0)
 

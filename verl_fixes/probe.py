@@ -162,6 +162,12 @@ def mentions(node: ast.AST, word: str) -> bool:
     return False
 
 
+def returns(function: Function) -> list[ast.expr]:
+    """The values that a function returns, those of functions inside it included."""
+    values = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
+    return [value for value in values if value is not None]
+
+
 def method_calls(node: ast.AST, method: str) -> Iterator[str | None]:
     """The name at the root of every ``root.….method()`` call, None where the root is no plain name."""
     for inner in ast.walk(node):

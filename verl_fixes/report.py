@@ -46,6 +46,18 @@ def heading() -> str:
     return f"verl-fixes {__version__}, {where}"
 
 
+def default_path() -> str:
+    """Which workers the default configuration trains with, for releases that have two kinds; else empty."""
+    source = probe.locate("verl")
+    files = [root / "trainer" / "config" / "ppo_trainer.yaml" for root in source.roots] if source else []
+    if not any(file.is_file() and "use_legacy_worker_impl: auto" in file.read_text() for file in files):
+        return ""
+    return (
+        "By default this release trains RL through its legacy workers (workers/actor, workers/critic), and SFT through "
+        "the engine workers. trainer.use_legacy_worker_impl=disable takes the engine workers for RL, too."
+    )
+
+
 def in_trouble(records: Sequence[Record]) -> bool:
     """Whether something is drifted or failed, or will be once its module is imported."""
     return any(record.state in TROUBLE or record.expected in TROUBLE for record in records)
@@ -56,6 +68,7 @@ def as_json(records: Sequence[Record]) -> str:
     status: dict[str, Any] = {
         "verl_fixes": __version__,
         "verl": installed_verl(),
+        "default_path": default_path(),
         "patches": [record.as_dict() for record in records],
     }
     return json.dumps(status, indent=2)

@@ -58,6 +58,15 @@ def test_status_is_a_table_for_people(verl: Path) -> None:
     assert "absent" in done.stdout
 
 
+def test_status_says_which_workers_a_release_with_two_kinds_trains_with(verl: Path) -> None:
+    assert "legacy workers" not in cli(verl, "status").stdout
+    config = verl / "verl" / "trainer" / "config" / "ppo_trainer.yaml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text("trainer:\n  use_legacy_worker_impl: auto\n")
+    assert "trains RL through its legacy workers" in cli(verl, "status").stdout
+    assert "legacy workers" in json.loads(cli(verl, "status", "--json").stdout)["default_path"]
+
+
 def test_status_is_json_for_programs(verl: Path) -> None:
     status = json.loads(cli(verl, "status", "--json").stdout)
     assert status["verl"] == "0.8.0+fork"

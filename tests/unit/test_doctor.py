@@ -223,6 +223,20 @@ def test_multi_token_prediction(disk: Disk) -> None:
     assert only(local.multi_token_prediction()).severity == "info"
 
 
+@pytest.mark.parametrize("unpacked, fails", [("_, params", True), ("_, params, _", False)])
+def test_router_replay(disk: Disk, unpacked: str, fails: bool) -> None:
+    disk.verl()
+    assert local.router_replay() == []
+    record = f"def merge_router_topk_indices(ids):\n    {unpacked} = preprocess_thd_no_padding(ids)\n"
+    disk.write("verl/utils/megatron/router_replay_utils.py", record)
+    disk.write("verl/models/mcore/util.py", "def preprocess_thd_no_padding(ids):\n    return ids, None, None\n")
+    found = local.router_replay()
+    assert len(found) == fails
+    if fails:
+        assert found[0].severity == "warning"
+        assert "router_replay.mode=disabled" in found[0].way_out
+
+
 @pytest.mark.parametrize(
     "hip, wanted, severity, words",
     [

@@ -83,6 +83,7 @@ def local_findings() -> list[Finding]:
         *loaded.serialization(),
         *local.router_losses(records),
         *local.multi_token_prediction(),
+        *local.router_replay(),
         *local.platform(environ, loaded.registered_platforms()),
         *local.determinism(environ),
     ]

@@ -72,16 +72,13 @@ def early_bound() -> list[Finding]:
     return [error(check, f"{name} still is the function without {patch}", way_out) for name, patch in found]
 
 
-_NO_ACTORS = ("ray", "megatron")
-"""Packages whose classes stay in their process."""
-
-
 def serialization() -> list[Finding]:
-    """Whether our wrappers are still there in what Ray would send to an actor, class by class."""
+    """Whether our wrappers are still there in what Ray would send to an actor, worker class by worker class."""
     check = "serialization"
+    actors = getattr(sys.modules.get("verl.single_controller.base.worker"), "Worker", object)
     methods: dict[type, list[tuple[str, tuple[Wrapper, ...]]]] = {}
     for cls, name, wrappers in wrapping.touched_classes():
-        if cls.__module__.partition(".")[0] not in _NO_ACTORS:
+        if issubclass(cls, actors):
             methods.setdefault(cls, []).append((name, wrappers))
     if not methods:
         return [info(check, "not checked: no class is wrapped in this process")]

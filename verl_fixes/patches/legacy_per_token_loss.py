@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from verl_fixes.arguments import Call
 from verl_fixes.patch import Target
-from verl_fixes.probe import Function, Source, Verdict, mentions
+from verl_fixes.probe import Function, Source, Verdict, mentions, returns
 from verl_fixes.router_losses import reject_unsupported
 from verl_fixes.token_counts import counted_rows, layout_multiple, local_share, reported_to_megatron
 
@@ -103,8 +103,7 @@ def _verdict(function: Function, source: Source) -> Verdict:
     inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef) and node.name == "loss_func"]
     if len(inner) != 1 or not mentions(function, "get_forward_backward_func"):
         return Verdict.DRIFTED
-    returned = [node.value for node in ast.walk(inner[0]) if isinstance(node, ast.Return)]
-    sizes = {len(value.elts) if isinstance(value, ast.Tuple) else 0 for value in returned}
+    sizes = {len(value.elts) if isinstance(value, ast.Tuple) else 0 for value in returns(inner[0])}
     takes_data = "data" in {argument.arg for argument in inner[0].args.args}
     return Verdict.BUGGY if sizes == {2} and takes_data else Verdict.DRIFTED
 

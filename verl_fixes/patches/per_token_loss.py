@@ -31,7 +31,7 @@ from verl_fixes.errors import UncountedError, UnsupportedSettingError
 from verl_fixes.mtp_normalisation import mtp_loss_normalised
 from verl_fixes.patch import Patch, Target
 from verl_fixes.patches import legacy_per_token_loss
-from verl_fixes.probe import Function, Source, Verdict, mentions
+from verl_fixes.probe import Function, Source, Verdict, mentions, returns
 from verl_fixes.router_losses import reject_unsupported
 from verl_fixes.token_counts import (
     alignment_padding,
@@ -250,8 +250,7 @@ def _mini_batch_verdict(function: Function, source: Source) -> Verdict:
 
 
 def _micro_batch_verdict(function: Function, source: Source) -> Verdict:
-    returns = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
-    sizes = {len(value.elts) for value in returns if isinstance(value, ast.Tuple)}
+    sizes = {len(value.elts) for value in returns(function) if isinstance(value, ast.Tuple)}
     flag = mentions(function, "calculate_per_token_loss")
     scales = mentions(function, "num_micro_batch") and mentions(function, "loss_function")
     if sizes == {2, 3} and flag and scales and mentions(function, _ROUTED):
