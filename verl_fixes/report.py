@@ -105,7 +105,8 @@ def _why(record: Record) -> str:
 
 
 def _short_module(module: str) -> str:
-    return module.removeprefix("verl.workers.").removesuffix(".transformer_impl")
+    short = module.removeprefix("verl.workers.").removeprefix("megatron.core.transformer.")
+    return short.removesuffix(".transformer_impl")
 
 
 def short_link(url: str) -> str:
