@@ -37,9 +37,11 @@ class Call:
         raise TypeError(f"{self._function.__qualname__}() was called without {name!r}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument, or ``default`` where the function has no such parameter and was given none."""
-        known = name in self._kwargs or name in self._order or name in self._upstream
-        return self[name] if known else default
+        """The argument, or ``default`` where it was not given and the function names no default for it."""
+        try:
+            return self[name]
+        except TypeError:
+            return default
 
     def __call__(self, **replaced: Any) -> Any:
         """Call the function, with other values for some of the arguments."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_fixes import probe
@@ -50,12 +51,19 @@ def default_path() -> str:
     """Which workers the default configuration trains with, for releases that have two kinds; else empty."""
     source = probe.locate("verl")
     files = [root / "trainer" / "config" / "ppo_trainer.yaml" for root in source.roots] if source else []
-    if not any(file.is_file() and "use_legacy_worker_impl: auto" in file.read_text() for file in files):
+    if not any("use_legacy_worker_impl: auto" in _text(file) for file in files):
         return ""
     return (
         "By default this release trains RL through its legacy workers (workers/actor, workers/critic), and SFT through "
         "the engine workers. trainer.use_legacy_worker_impl=disable takes the engine workers for RL, too."
     )
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
 
 
 def in_trouble(records: Sequence[Record]) -> bool:

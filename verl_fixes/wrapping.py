@@ -41,12 +41,14 @@ class _Stack:
         base: what the innermost wrapper goes around; inherited where the owner had nothing of its own.
         layers: innermost first.
         put: what we set last.
+        spec: of a function, its module's ``__spec__``, which a reload replaces.
     """
 
     spots: tuple[tuple[Any, str, Any], ...]
     base: Any
     layers: list[_Layer] = field(default_factory=list)
     put: Any = _MISSING
+    spec: Any = None
 
     def rebuild(self) -> None:
         """Set the attribute to what the layers make of it; without any, to the identical object from before."""
@@ -140,13 +142,16 @@ def forget(patch_name: str, target: Target) -> None:
 
 
 def lives_in(patch_name: str, target: Target, module: ModuleType) -> bool:
-    """Whether the class that was wrapped is the one that the module holds now: not so after a reload."""
+    """Whether what was wrapped is what the module holds now: not so after a reload."""
     try:
         owner, name = _owner(module, target.qualname)
     except (KeyError, AttributeError):
         return False
-    stacks = _stacks_with(patch_name, target)
-    return any(owner is spot[0] and name == spot[1] for stack in stacks for spot in stack.spots)
+    return any(
+        owner is spot[0] and name == spot[1] and (stack.spec is None or stack.spec is module.__spec__)
+        for stack in _stacks_with(patch_name, target)
+        for spot in stack.spots
+    )
 
 
 def trouble(patch_name: str, target: Target) -> str:
@@ -347,7 +352,8 @@ def _wrap_function(module: ModuleType, name: str, layer: _Layer, everywhere: boo
     if stack is None:
         original = vars(module)[name]
         holders = _names_of(original) if everywhere else ((module, name),)
-        stack = _Stack(tuple((holder, alias, original) for holder, alias in holders), original)
+        spots = tuple((holder, alias, original) for holder, alias in holders)
+        stack = _Stack(spots, original, spec=getattr(module, "__spec__", None))
     _add(stack, layer)
 
 

@@ -16,15 +16,9 @@ import torch
 
 import verl_fixes
 from tests.megatron import dynamic_cp
+from tests.megatron.legacy import freeze
 from tests.stock.jobs.phases import PHASES, phases
 from verl_fixes.demo import megatron_on_cpu as cpu
-
-
-def _freeze(engine: Any) -> None:
-    """Steps of the optimizer change nothing, so that every phase sees the same weights."""
-    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        for group in optimizer.param_groups:
-            group["lr"] = group["weight_decay"] = 0.0
 
 
 def _raising(*args: Any, **kwargs: Any) -> Any:
@@ -123,7 +117,7 @@ class _OtherTensorParallelSize:
 
 
 @contextlib.contextmanager
-def _packed_to(multiple: int | None) -> Iterator[None]:
+def packed_to(multiple: int | None) -> Iterator[None]:
     """Sequences are padded as a layout with more TP or CP pads them, so that the router sees the same tokens."""
     from verl.models.mcore import util
 
@@ -185,7 +179,7 @@ def _step(engine: Any, heirs: dict[Any, type], case: dict[str, Any], saved: dict
             answer: dict[str, Any] = {"loss": output.get("loss")}
         else:
             result = cpu.train_step(engine, batch, loss)
-            saved[f"{_phase()}/{key}"] = cpu.gather_gradients(engine, result.gradients)
+            saved[f"{phase()}/{key}"] = cpu.gather_gradients(engine, result.gradients)
             answer = {"loss": result.output.get("loss"), "grad_norm": result.grad_norm}
     report = watched.report()
     if every_rank:
@@ -207,14 +201,14 @@ def main() -> None:
         for name, build in plan.items():
             before, layout = layout, cpu.Layout(**build.get("layout", {}))
             if before not in (None, layout):
-                _forget_layout()
+                forget_layout()
             model = cpu.Model(**build.get("model", {}))
             try:
                 engine = cpu.build_engine(model, layout, calculate_per_token_loss=build["per_token_loss"])
             except (TypeError, ValueError) as error:  # this release cannot build such an engine
                 answers[name] = f"{type(error).__name__}: {error}"
                 continue
-            _freeze(engine)
+            freeze(engine)
             stock_class = type(engine)
             heirs = {None: stock_class, **_heirs(stock_class)}
             if build.get("router_heirs"):
@@ -222,7 +216,7 @@ def main() -> None:
             for attribute, value in build.get("engine_config", {}).items():
                 object.__setattr__(engine.engine_config, attribute, value)
             answers[name] = {}
-            with _packed_to(build.get("packed_to")):
+            with packed_to(build.get("packed_to")):
                 for case, settings in build["cases"].items():
                     only = settings.pop("phases", build.get("phases", PHASES))
                     step = functools.partial(_step, engine, heirs, settings, saved, f"{name}/{case}")
@@ -232,7 +226,7 @@ def main() -> None:
             print(json.dumps(answers), flush=True)
 
 
-def _forget_layout() -> None:
+def forget_layout() -> None:
     """The next engine arranges the same processes anew."""
     from megatron.core import parallel_state
 
@@ -240,7 +234,7 @@ def _forget_layout() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _phase() -> str:
+def phase() -> str:
     """``fixed`` or ``stock``; the second run on stock code replaces the first one's gradients, they must be equal."""
     return "fixed" if any(record.state in ("applied", "refined") for record in verl_fixes.status()) else "stock"
 

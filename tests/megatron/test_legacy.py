@@ -23,6 +23,7 @@ PACKED_TO = {"cp": 4, "dp": 1, "pp": 1, "tp": 2}
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 SPLITS = {f"{mode} {count}": {"loss_agg_mode": mode, "micro_batches": count} for mode in MODES for count in (1, 4)}
 DYNAMIC = {"dynamic": {"max_token_len": 60}}
+HEIRS = {heir: {"loss_agg_mode": MODES[-1], "micro_batches": 4, "heir": heir} for heir in ("same", "copied")}
 SEQUENCES = {f"in {count}": {"loss_agg_mode": MODES[-1], "micro_batches": count} for count in (1, 2, 4)}
 ROUTER = {"z_loss_coeff": 1e-3}
 BSHD = {"use_remove_padding": False}
@@ -42,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     plan: dict[str, Any] = {}
     for role in ROLES:
         plan[f"{role} off"] = trainer(role, False, SPLITS | DYNAMIC)
-        plan[f"{role} on"] = trainer(role, True, SPLITS | DYNAMIC)
+        plan[f"{role} on"] = trainer(role, True, SPLITS | DYNAMIC | HEIRS)
         plan[f"{role} tensors"] = trainer(role, False, {"step": {"tensor_norm": True}})
         plan[f"{role} bshd off"] = trainer(role, False, SEQUENCES, model={"moe": False, **BSHD}, phases=["stock"])
         plan[f"{role} bshd on"] = trainer(role, True, SEQUENCES, model={"moe": False, **BSHD})
@@ -94,6 +95,15 @@ def test_the_flag_changes_nothing_on_one_process(alone: Steps, role: str, case: 
     for flag in ("off", "on"):
         answer = alone.answers[f"{role} {flag}"][case]
         assert answer["back"] == answer["stock"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_trainers_that_override_the_method(alone: Steps, role: str) -> None:
+    off = alone.gradient("stock", f"{role} off", f"{MODES[-1]} 4")
+    assert relative_error(alone.gradient("fixed", f"{role} on", "same"), off) <= EXACT
+    answer = alone.answers[f"{role} on"]["copied"]
+    assert answer["fixed"].startswith("UncountedError")
+    assert answer["back"] == answer["stock"]
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -39,7 +39,7 @@ def test_stock_ranks_meet_in_different_collectives(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_the_update_runs_and_does_not_depend_on_the_number(role: str) -> None:
+def test_the_update_runs_and_sequence_means_do_not_depend_on_the_number(role: str) -> None:
     """Inference and update each split once; with one row per micro-batch nothing needs to be agreed on."""
     fixed, one_by_one = job("fixed", role), job("one-by-one", role)
     assert fixed["counts"] == [[2, 2], [2, 2]]

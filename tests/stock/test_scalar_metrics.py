@@ -79,3 +79,9 @@ def test_a_dtensor_is_put_together_only_where_all_of_its_processes_take_part() -
         answers = [job.result() for job in jobs]
     assert [answer["together"] for answer in answers] == [[1.5, 2.0, [0.0, 1.0]]] * 2
     assert answers[0]["alone"] == [1.5, True, True]
+
+
+@pytest.mark.skipif(RELEASE >= "0.8", reason="this release has no legacy workers")
+def test_the_learning_rate_of_the_legacy_megatron_workers() -> None:
+    answer = call("tests.stock.jobs.metrics:legacy_learning_rate")
+    assert answer == {"stock": "Tensor", "fixed": "float", "back": "Tensor"}

@@ -143,6 +143,19 @@ def test_reloading_a_module_brings_the_fix_back(toy: Toy, active: Active) -> Non
     assert again.C().f(1) == 2
 
 
+def test_reloading_brings_functions_and_imported_names_back(toy: Toy, active: Active) -> None:
+    tools = toy.write("tools", BUGGY)
+    module = toy.write("m", f"from {tools} import f\ndef g(x):\n    'BUG'\n    return f(x)\n")
+    activation = active(make_patch(make_target(module, "f", first, caller="g"), make_target(module, "g")))
+    m = toy.load("m")
+    assert m.g(1) == 3
+    importlib.reload(m)
+    assert states(activation) == [("applied", "applied")]
+    assert m.g(1) == 3
+    activation.deactivate()
+    assert m.g(1) == (1, "BUG")
+
+
 def test_a_wrapper_that_somebody_replaced_is_not_called_applied(toy: Toy, active: Active) -> None:
     module = toy.write("m", BUGGY)
     activation = active(patch_f(module))

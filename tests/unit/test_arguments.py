@@ -63,3 +63,18 @@ def test_defaults_and_missing_arguments() -> None:
     assert Call(stock, UPSTREAM, (1, 2, 3), {})["new"] == 7
     with pytest.raises(TypeError, match=r"stock\(\) was called without 'loss'"):
         Call(stock, UPSTREAM, (1, 2), {})["loss"]
+
+
+def test_an_argument_that_may_be_missing() -> None:
+    def override(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    def full(self: Any, data: Any, forward_only: bool = True) -> Any:
+        return forward_only
+
+    upstream = ("self", "data", "forward_only")
+    assert Call(override, upstream, (1, 2), {}).get("forward_only") is None
+    assert Call(override, upstream, (1, 2, True), {}).get("forward_only") is True
+    assert Call(override, upstream, (1, 2), {"forward_only": True}).get("forward_only") is True
+    assert Call(full, upstream, (1, 2), {}).get("forward_only") is True
+    assert Call(full, upstream, (1, 2), {}).get("nothing", 7) == 7

@@ -138,7 +138,8 @@ def multi_token_prediction() -> list[Finding]:
     if not verl.says("verl.models.mcore.model_forward", "_build_mtp_loss_mask_nested"):
         message = (
             "this verl shifts the response mask of MTP in PPO: it trains on prompt tokens as well (137 tokens instead "
-            "of 129 in our batch). SFT is right"
+            "of 129 in our batch). SFT is right. With calculate_per_token_loss the legacy workers also weigh its loss "
+            "too little, by response tokens / all tokens"
         )
         findings.append(warning(check, message, "Take verl 0.8.0 or later, or set mtp.enable_train=False."))
     if verl.says(_MTP, _OF_EACH_RANK) or (megatron is not None and megatron.says(_MEGATRON_MTP, _OF_EACH_RANK)):

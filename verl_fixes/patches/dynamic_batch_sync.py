@@ -7,8 +7,8 @@ gathers parameters in each: the ranks wait for each other in different collectiv
 
 What the wrapper does: passes the default process group where the caller passes none. FSDP shards over all of its
 ranks, and ranks of one Ulysses group hold the same rows, so this is the group that has to agree. It costs one
-all-reduce of a number per split. A micro-batch's share of the loss is its share of the rows, so gradients do not depend
-on the number.
+all-reduce of a number per split. A micro-batch's share of the loss is its share of the rows: with ``seq-mean-*`` the
+gradient does not depend on the number, with ``token-mean`` it depends on the split, as on every release.
 
 When it can go: with verl 0.8.0, which has no legacy workers.
 Sources: https://github.com/verl-project/verl/pull/5591, issues

@@ -3,7 +3,8 @@
 Their loss is the mean over a micro-batch, and nothing in verl multiplies it: with the flag off Megatron divides by the
 number of micro-batches and DDP averages over DP x CP. So that the flag changes nothing, a micro-batch has to report
 ``(loss * routed / (micro-batches * dp_size), local tokens, stats)``, with ``routed`` the tokens of the mini-batch over
-data parallel ranks. Each context parallel rank computes the whole loss, with a graph for its own tokens only.
+data parallel ranks. Each context parallel rank computes the whole loss, with a graph for its own tokens only. The loss
+of multi-token prediction, whose mask is wrong in 0.7.1, is not corrected here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from verl_fixes.arguments import Call
+from verl_fixes.errors import UncountedError
 from verl_fixes.patch import Target
 from verl_fixes.probe import Function, Source, Verdict, mentions, returns
 from verl_fixes.router_losses import reject_unsupported
@@ -22,9 +24,12 @@ from verl_fixes.token_counts import counted_rows, layout_multiple, local_share, 
 
 
 class _MiniBatch(NamedTuple):
+    """What is being trained on. ``asked`` gets an item once a schedule was taken for it."""
+
     routed: int
     dp_size: int
     multiple: int
+    asked: list[bool]
 
 
 _current: ContextVar[_MiniBatch | None] = ContextVar("mini_batch", default=None)
@@ -34,17 +39,20 @@ def count_actor_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: A
     """Around ``MegatronPPOActor.forward_backward_batch(self, data, forward_only=False, ...)``."""
     call = Call(original, ("self", "data", "forward_only"), args, kwargs)
     actor = call["self"]
-    return _count(call, actor.tf_config, packs=actor.config.megatron.use_remove_padding)
+    fused = bool(getattr(actor, "use_fused_kernels", False))  # they always pack, and do not pad for fp8
+    packs = fused or actor.config.megatron.use_remove_padding
+    return _count(call, actor.tf_config, packs, None if fused else actor.tf_config.fp8)
 
 
 def count_critic_mini_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``MegatronPPOCritic.forward_backward_batch``; the critic packs whatever ``use_remove_padding`` says."""
     call = Call(original, ("self", "data", "forward_only"), args, kwargs)
-    return _count(call, call["self"].tf_config, packs=True)
+    config = call["self"].tf_config
+    return _count(call, config, True, config.fp8)
 
 
-def _count(call: Call, config: Any, packs: bool) -> Any:
-    if call["forward_only"] or not config.calculate_per_token_loss:
+def _count(call: Call, config: Any, packs: bool, fp8: str | None) -> Any:
+    if call.get("forward_only") or not config.calculate_per_token_loss:
         return call()
     reject_unsupported(packs, config)
 
@@ -52,22 +60,34 @@ def _count(call: Call, config: Any, packs: bool) -> Any:
     from megatron.core import parallel_state as mpu
     from verl.utils.device import get_device_id
 
-    multiple = layout_multiple(config.fp8) if packs else 1
+    multiple = layout_multiple(fp8) if packs else 1
     routed = counted_rows(call["data"].batch["attention_mask"], multiple).to(get_device_id())
     group = mpu.get_data_parallel_group()
     torch.distributed.all_reduce(routed, group=group)
-    token = _current.set(_MiniBatch(int(routed), group.size(), multiple))
+    outer = _current.get()  # of an override that calls super()
+    mini_batch = _MiniBatch(int(routed), group.size(), multiple, outer.asked if outer else [])
+    token = _current.set(mini_batch)
     try:
-        with reported_to_megatron():
-            return call()
+        result = call()
     finally:
         _current.reset(token)
+    if not mini_batch.asked:
+        raise UncountedError(
+            "per-token-loss: an override of forward_backward_batch takes get_forward_backward_func from elsewhere, so "
+            "no tokens were reported and this gradient is wrong; the optimizer has not used it. Way out: call "
+            "super().forward_backward_batch() in it, or calculate_per_token_loss=False, or "
+            "VERL_FIXES_PER_TOKEN_LOSS=0 for stock verl without the fix."
+        )
+    return result
 
 
 def report_tokens(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``get_forward_backward_func`` as the legacy modules imported it: a schedule whose losses report tokens."""
     schedule, mini_batch = original(*args, **kwargs), _current.get()
-    return schedule if mini_batch is None else _with_tokens(schedule, mini_batch)
+    if mini_batch is None:
+        return schedule
+    mini_batch.asked.append(True)
+    return _with_tokens(schedule, mini_batch)
 
 
 def _with_tokens(schedule: Callable[..., Any], mini_batch: _MiniBatch) -> Callable[..., Any]:
@@ -93,7 +113,8 @@ def _with_tokens(schedule: Callable[..., Any], mini_batch: _MiniBatch) -> Callab
 
             return output, loss_and_tokens
 
-        return schedule(forward_step_func=forward_step, num_microbatches=num_microbatches, **kwargs)
+        with reported_to_megatron():
+            return schedule(forward_step_func=forward_step, num_microbatches=num_microbatches, **kwargs)
 
     return run
 

@@ -288,7 +288,8 @@ PATCH = Patch(
         "Counts the routed tokens of the mini-batch once over data parallel ranks and gives Megatron "
         "(loss * routed / dp_size, local tokens, output) for each micro-batch, with counts that add up exactly over "
         "context parallel ranks. Refuses BSHD only while an MoE aux or z loss is active and, up to 0.8.0, dynamic "
-        "context parallelism. With the flag off it does nothing."
+        "context parallelism. On 0.7.0 and 0.7.1 the same for the legacy Megatron actor and critic; the critic packs "
+        "whatever use_remove_padding says. With the flag off it does nothing."
     ),
     removable="Not yet, as of verl 0.9.1: its counts lose the remainder. The 3-tuple itself: with verl 0.9.0.",
     upstream=(

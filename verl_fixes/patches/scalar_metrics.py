@@ -213,7 +213,7 @@ PATCH = Patch(
     does=(
         "Before TrainingWorker._postprocess_output gathers and sends the metrics, turns every one-element tensor and "
         "numpy scalar in them into a float, int or bool, and every larger tensor into a detached CPU tensor. The same "
-        "for what the legacy Megatron actor and critic of verl 0.7 return; the legacy FSDP ones do that by themselves."
+        "for what the legacy Megatron actor and critic of verl 0.7 return."
     ),
     removable="grad_norm: with verl 0.8.0. Other metrics: when a release converts all of them; 0.9.1 does not.",
     upstream=("https://github.com/verl-project/verl/pull/6195",),

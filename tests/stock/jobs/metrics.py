@@ -154,3 +154,14 @@ def override() -> dict[str, Any]:
         return kinds
 
     return phases(measure)
+
+
+def legacy_learning_rate() -> dict[str, str]:
+    """Type of the ``lr`` that the legacy Megatron workers put into their metrics, when the optimizer has a tensor."""
+    from types import SimpleNamespace
+
+    import torch
+    from verl.utils.megatron import optimizer
+
+    holder = SimpleNamespace(param_groups=[{"lr": torch.tensor(0.1)}])
+    return phases(lambda: type(optimizer.get_megatron_last_lr(holder)).__name__)
