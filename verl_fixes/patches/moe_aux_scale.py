@@ -102,7 +102,16 @@ def _multipliers(function: Function, loss: ast.expr) -> list[ast.expr]:
     return parts + assigned
 
 
-_ROUTER = "megatron.core.transformer.moe.router"
+def _target(method: str, wrapper: Callable[..., Any], known: dict[str, Verdict]) -> Target:
+    return Target(
+        module="megatron.core.transformer.moe.router",
+        qualname=f"TopKRouter.{method}",
+        wrapper=wrapper,
+        overrides=False,
+        question=_verdict,
+        known=known,
+    )
+
 
 PATCH = Patch(
     name="moe-aux-scale",
@@ -122,13 +131,10 @@ PATCH = Patch(
     upstream=("https://github.com/NVIDIA/Megatron-LM/pull/5047",),
     fixed_in="megatron-core 0.19.0",
     targets=(
-        Target(
-            module=_ROUTER,
-            qualname="TopKRouter.attach_and_log_load_balancing_loss",
-            wrapper=scale_load_balancing_loss,
-            overrides=False,
-            question=_verdict,
-            known={
+        _target(
+            "attach_and_log_load_balancing_loss",
+            scale_load_balancing_loss,
+            {
                 "f9dee186eea2efe7": Verdict.BUGGY,  # 0.14.0 to 0.15.3
                 "5fa12c235096aa36": Verdict.BUGGY,  # 0.16.1
                 "bffb206c3c44bd5f": Verdict.BUGGY,  # 0.17.1
@@ -136,13 +142,10 @@ PATCH = Patch(
                 "b269ca5b316a6f33": Verdict.FIXED,  # 0.19.2
             },
         ),
-        Target(
-            module=_ROUTER,
-            qualname="TopKRouter.apply_z_loss",
-            wrapper=scale_z_loss,
-            overrides=False,
-            question=_verdict,
-            known={
+        _target(
+            "apply_z_loss",
+            scale_z_loss,
+            {
                 "fb5a982f83815012": Verdict.BUGGY,  # 0.14.0 to 0.15.3
                 "abbd4141a913ce79": Verdict.BUGGY,  # 0.16.1
                 "189996fe18cb1832": Verdict.BUGGY,  # 0.17.1
