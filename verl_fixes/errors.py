@@ -32,4 +32,4 @@ class UncountedError(VerlFixesError):
 
 
 class UnsupportedSettingError(VerlFixesError, ValueError):
-    """A combination of verl settings whose gradients would be wrong. Also a ValueError, as upstream raises it."""
+    """Verl settings that give wrong gradients or stop the run later. Also a ValueError, as upstream raises it."""
