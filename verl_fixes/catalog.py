@@ -11,6 +11,7 @@ from verl_fixes.patches import (
     dynamic_batch_sync,
     moe_aux_scale,
     per_token_loss,
+    r2_replay,
     ray_propagation,
     run_provenance,
     scalar_metrics,
@@ -22,6 +23,7 @@ CATALOG: tuple[Patch, ...] = (
     moe_aux_scale.PATCH,
     detach_outputs.PATCH,
     dynamic_batch_sync.PATCH,
+    r2_replay.PATCH,
     ray_propagation.PATCH,
     run_provenance.PATCH,
 )

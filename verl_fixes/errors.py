@@ -31,5 +31,9 @@ class UncountedError(VerlFixesError):
     """The number by which Megatron would divide every gradient is not known."""
 
 
+class RoutesError(VerlFixesError):
+    """MoE routes that are to be recorded or replayed are missing, incomplete or ambiguous."""
+
+
 class UnsupportedSettingError(VerlFixesError, ValueError):
     """Verl settings that give wrong gradients or stop the run later. Also a ValueError, as upstream raises it."""

@@ -68,7 +68,7 @@ def build(
     engine = cpu.build_engine(shape, layout, calculate_per_token_loss=calculate_per_token_loss, seed=seed)
     freeze(engine)
     arguments = {"model_config": engine.model_config, "hf_config": engine.model_config.hf_config}
-    arguments |= {"tf_config": engine.tf_config, "config": _config(role, engine)}
+    arguments |= {"tf_config": engine.tf_config, "config": config_of(role, engine)}
     if role == "actor":
         from verl.workers.actor.megatron_actor import MegatronPPOActor
 
@@ -92,7 +92,8 @@ def freeze(engine: Any) -> None:
             group["lr"] = group["weight_decay"] = 0.0
 
 
-def _config(role: Role, engine: Any, **settings: Any) -> Any:
+def config_of(role: Role, engine: Any, **settings: Any) -> Any:
+    """The actor's or critic's config of this release."""
     from verl.base_config import BaseConfig
     from verl.workers.config import McoreActorConfig, McoreCriticConfig
 
@@ -137,7 +138,7 @@ def update(
     if max_token_len is not None:
         settings |= {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": max_token_len}
     trainer = legacy.trainer
-    trainer.config = _config(legacy.role, legacy.engine, **settings)
+    trainer.config = config_of(legacy.role, legacy.engine, **settings)
     run: Callable[..., dict[str, Any]] = trainer.update_policy if legacy.role == "actor" else trainer.update_critic
     with cpu.watched_optimizer(legacy.engine) as seen:
         metrics = run(dataloader=trainer.make_minibatch_iterator(data=data))

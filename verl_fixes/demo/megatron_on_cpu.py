@@ -204,10 +204,13 @@ class StepResult:
     output: dict[str, Any]
 
 
-def build_engine(model: Model, layout: Layout, *, calculate_per_token_loss: bool, seed: int = 0) -> Any:
+def build_engine(
+    model: Model, layout: Layout, *, calculate_per_token_loss: bool, seed: int = 0, **engine_settings: Any
+) -> Any:
     """The release's own Megatron engine, after its own ``initialize()``. Needs :func:`process_group`.
 
-    The weights depend on ``seed`` alone: every layout cuts them from the same full tensors.
+    The weights depend on ``seed`` alone: every layout cuts them from the same full tensors. ``engine_settings`` go to
+    verl's ``McoreEngineConfig``.
     """
     arrange()
     from mbridge.core.bridge import Bridge
@@ -228,6 +231,7 @@ def build_engine(model: Model, layout: Layout, *, calculate_per_token_loss: bool
         vanilla_mbridge=True,
         override_transformer_config=model.transformer_config(calculate_per_token_loss),
         **layout.dynamic_cp(),
+        **engine_settings,
     )
     object.__setattr__(engine_config, "dtype", "float32")  # its own check allows bf16 and fp16 only
     optimizer_config = McoreOptimizerConfig(
@@ -522,7 +526,9 @@ def _final_gradients(engine: Any) -> dict[str, Tensor]:
                     mine = part.chunk(group.size())[group.rank()].clone()
                     torch.distributed.all_gather_into_tensor(part, mine, group=group)
             for parameter, (start, end, _) in buffer.param_index_map.items():
-                by_parameter[parameter] = full[start:end].view(parameter.shape).float()
+                by_parameter[parameter] = (
+                    full[start:end].view(parameter.shape).float().clone()
+                )  # pickled without the rest
     return {name: by_parameter[parameter] for name, parameter in named_parameters(engine.module)}
 
 
