@@ -65,6 +65,13 @@ class _Stack:
                     raise InstallError("it did not stay in place when it was set")
         self.put = value
 
+    def adopt(self) -> None:
+        """Note where else a function of ours has got to: ``from x import f`` in a module that was imported after us."""
+        if self.spec is not None:
+            known = {(id(owner), name) for owner, name, _ in self.spots}
+            since = [(owner, name) for owner, name in _names_of(self.put) if (id(owner), name) not in known]
+            self.spots += tuple((owner, name, self.base) for owner, name in since)
+
     def intruder(self) -> str:
         """What somebody has put where our wrapper was, in words; empty when it is in place or only wrapped again."""
         for owner, name, _ in self.spots:
@@ -128,6 +135,7 @@ def restore(patch_name: str, target: Target | None = None) -> None:
         for stack in affected:
             stack.refuse_if_covered()
         for stack in affected:
+            stack.adopt()
             _drop_layers(stack, patch_name, target)
             stack.rebuild()
         _forget_empty(patch_name, target)

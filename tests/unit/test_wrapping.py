@@ -335,3 +335,15 @@ def test_a_name_of_one_module_leaves_all_others_alone(toy: Toy) -> None:
     finally:
         wrapping.restore("p")
     assert first.measure is original
+
+
+def test_a_name_that_was_bound_while_wrapped_is_restored_as_well(toy: Toy, put: Callable[..., Target]) -> None:
+    toy.write("m", "def f(x):\n    return x\n")
+    original = toy.load("m").f
+    put(toy, "m", "f")
+    toy.write("late", f"from {toy.name}.m import f as g\n")
+    late = toy.load("late")
+    assert late.g(1) == 2
+    wrapping.restore("p")
+    assert late.g is original
+    assert toy.load("m").f is original
