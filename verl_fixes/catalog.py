@@ -15,6 +15,8 @@ from verl_fixes.patches import (
     ray_propagation,
     run_provenance,
     scalar_metrics,
+    val_accuracy,
+    val_none_safe,
 )
 
 CATALOG: tuple[Patch, ...] = (
@@ -24,6 +26,8 @@ CATALOG: tuple[Patch, ...] = (
     detach_outputs.PATCH,
     dynamic_batch_sync.PATCH,
     r2_replay.PATCH,
+    val_none_safe.PATCH,
+    val_accuracy.PATCH,
     ray_propagation.PATCH,
     run_provenance.PATCH,
 )

@@ -39,7 +39,7 @@ def states() -> dict[str, Any]:
     import_targets()
     targets = [target for patch in CATALOG for target in patch.targets]
     before = [_found(target) for target in targets]
-    records = verl_fixes.activate()
+    records = verl_fixes.activate(enable=[patch.name for patch in CATALOG])
     during = [_found(target) for target in targets]
     installed = {
         t.module + ":" + t.qualname for r in records for t in r.targets if t.state.value in ("applied", "refined")
