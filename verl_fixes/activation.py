@@ -316,7 +316,10 @@ def _examine(patch: Patch, target: Target) -> tuple[State, str, Wrapper | None]:
         siblings = [t.module for t in _same_unit(patch, target) if t.module.startswith(f"{package}.")]
         if patch.atomic and len({source.file(module) is None for module in siblings}) > 1:
             return State.DRIFTED, f"this release has only part of the modules that {patch.name} wraps", None
-        verdict = probe.judge(source, target.module, target.judged, target.known, target.question)
+        if target.exists is None or target.exists(source):
+            verdict = probe.judge(source, target.module, target.judged, target.known, target.question)
+        else:
+            verdict = probe.Verdict.ABSENT
     except Exception as error:  # whatever it is, it must not break the import of verl; status shows it
         return State.FAILED, f"its source cannot be judged: {type(error).__name__}: {error}", None
     state, wrapper = target.plan(verdict)

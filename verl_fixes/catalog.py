@@ -17,6 +17,7 @@ from verl_fixes.patches import (
     scalar_metrics,
     val_accuracy,
     val_none_safe,
+    vlm_thd_align,
 )
 
 CATALOG: tuple[Patch, ...] = (
@@ -28,6 +29,7 @@ CATALOG: tuple[Patch, ...] = (
     r2_replay.PATCH,
     val_none_safe.PATCH,
     val_accuracy.PATCH,
+    vlm_thd_align.PATCH,
     ray_propagation.PATCH,
     run_provenance.PATCH,
 )

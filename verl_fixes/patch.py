@@ -8,7 +8,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
-from verl_fixes.probe import Question, Verdict
+from verl_fixes.probe import Question, Source, Verdict
 
 Wrapper = Callable[..., Any]
 """``wrapper(original, *args, **kwargs)``; for a method, ``args[0]`` is ``self``."""
@@ -56,7 +56,9 @@ class Target:
         known: fingerprints of the releases that are tested, with their verdicts.
         caller: set where ``qualname`` is a name that the module imported, and only this module's use of it is to be
             wrapped: the function that calls it. It is what the question and the fingerprints are about.
-        absent: why there is nothing to fix, where a known function is judged ABSENT.
+        absent: why there is nothing to fix, where a known function is judged ABSENT or ``exists`` says no.
+        exists: whether the release has such code at all, for a function that is called differently, or is not there, in
+            other releases. None: where the module is, the function must be.
         overrides: whether overrides in subclasses are wrapped as well. False where a wrapper around the method itself
             is enough, because it must not act twice below an override that calls ``super()``.
         unit: targets of one unit go in together or not at all, in an atomic patch.
@@ -71,6 +73,7 @@ class Target:
     known: Mapping[str, Verdict] = field(default_factory=dict)
     caller: str | None = None
     absent: str = ""
+    exists: Callable[[Source], bool] | None = None
     overrides: bool = True
     unit: str = ""
     on_install: Callable[[ModuleType], None] | None = None

@@ -16,6 +16,7 @@ from tests.unit.conftest import Toy, add_one, make_patch, make_target
 from verl_fixes.activation import Activation
 from verl_fixes.errors import CatalogError, RestoreError, StrictError, ToggleError
 from verl_fixes.patch import Patch, State
+from verl_fixes.probe import Source
 
 BUGGY = "def f(x):\n    return x, 'BUG'\n"
 Active = Callable[..., Activation]
@@ -112,6 +113,27 @@ def test_absent_code_and_absent_packages(toy: Toy, active: Active) -> None:
     activation = active(patch_f(f"{toy.name}.none"), make_patch(make_target("no_such_package.m", "f"), name="other"))
     assert states(activation) == [("absent", "absent")] * 2
     assert activation.status()[1].reason == "no_such_package is not installed"
+
+
+def test_a_function_that_releases_call_differently(toy: Toy, active: Active) -> None:
+    module = toy.write("m", BUGGY)
+
+    def has(name: str) -> Callable[[Source], bool]:
+        return lambda source: source.function(module, name) is not None
+
+    former = make_target(module, "old", first, exists=has("old"), absent="it is called f here")
+    moved = make_target(module, "lost", first, exists=lambda source: not has("old")(source))
+    activation = active(
+        make_patch(former, make_target(module, "f", first, exists=has("f")), name="renamed"),
+        make_patch(moved, name="moved"),
+    )
+    assert toy.load("m").f(1) == 2
+    renamed, lost = activation.status()
+    assert [(str(target.state), target.reason) for target in renamed.targets] == [
+        ("absent", "it is called f here"),
+        ("applied", "this release has the bug"),
+    ]
+    assert lost.state is State.DRIFTED
 
 
 def test_an_atomic_patch_does_not_go_in_where_part_of_its_code_is_missing(toy: Toy, active: Active) -> None:
