@@ -9,6 +9,7 @@ from verl_fixes.patch import Patch
 from verl_fixes.patches import (
     detach_outputs,
     dynamic_batch_sync,
+    hf_text_config,
     moe_aux_scale,
     per_token_loss,
     r2_replay,
@@ -30,6 +31,7 @@ CATALOG: tuple[Patch, ...] = (
     val_none_safe.PATCH,
     val_accuracy.PATCH,
     vlm_thd_align.PATCH,
+    hf_text_config.PATCH,
     ray_propagation.PATCH,
     run_provenance.PATCH,
 )
