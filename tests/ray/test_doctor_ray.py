@@ -45,10 +45,11 @@ hung = None
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 try:
     cluster.add_node(num_cpus=1, env_vars=without)
-    third = cluster.add_node(num_cpus=1, env_vars={"VERL_FIXES_SCALAR_METRICS": "0"})
+    third = cluster.add_node(num_cpus=1, env_vars={"VERL_FIXES_SCALAR_METRICS": "0", "VLLM_BATCH_INVARIANT": "1"})
     before = footprint()
     answers = {"json": doctor("--json"), "table": doctor(), "after": footprint() == before and before}
-    answers["strict"] = doctor("--json", VERL_FIXES_SCALAR_METRICS="0", VERL_FIXES_RAY_PROPAGATION="0")
+    answers["strict"] = doctor(
+        "--json", VERL_FIXES_SCALAR_METRICS="0", VERL_FIXES_RAY_PROPAGATION="0", VLLM_BATCH_INVARIANT="1")
     hung = third.all_processes["raylet"][0].process.pid
     os.kill(hung, signal.SIGSTOP)
     answers["hung"] = doctor("--json", "--timeout", "8")
@@ -82,7 +83,7 @@ def test_node_by_node(answers: dict[str, Any]) -> None:
     assert {node["failure"] for node in answer["nodes"]} == {""}
     # A job of this driver gives its workers the driver's switches, so what `ray start` was given does not count.
     finding = ray_findings(answers["json"])
-    assert [f["severity"] for f in finding] == ["error"]
+    assert [f["severity"] for f in finding] == ["error", "warning"]
     [missing] = [node for node in answer["nodes"] if not node["answer"]["verl_fixes"]]
     assert f"pip install verl-fixes=={answer['verl_fixes']}` on {missing['ip']}" in finding[0]["way_out"]
 
@@ -108,6 +109,16 @@ def test_fixes_that_differ_are_shown_with_both_sides(answers: dict[str, Any]) ->
     theirs, ours = unlike[0].split("this machine runs")
     assert "scalar-metrics disabled" in ours
     assert "scalar-metrics disabled" not in theirs
+
+
+def test_batch_invariance_that_driver_and_nodes_do_not_share(answers: dict[str, Any]) -> None:
+    """Only the third node was started with it: it is alone with it, or, where the driver has it, the others are."""
+    third = "VLLM_BATCH_INVARIANT=1 (here 0)"
+    others = "VLLM_BATCH_INVARIANT=0 (here 1)"
+    for answer, words, count in (("json", third, 1), ("strict", others, 2)):
+        messages = [f["message"] for f in ray_findings(answers[answer]) if "BATCH_INVARIANT" in f["message"]]
+        assert len(messages) == count
+        assert all(words in message for message in messages)
 
 
 def test_a_node_that_hangs_is_unreachable_and_the_others_are_shown(answers: dict[str, Any]) -> None:

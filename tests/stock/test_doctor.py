@@ -34,7 +34,12 @@ def test_a_sound_installation(release: str) -> None:
     assert _severities(found["router losses"]) == {"ok"}
     assert "moe-aux-scale" in found["router losses"][0]["message"]
     assert ("router replay" in found) is (release == "0.7.1")  # whose Megatron engine cannot record
-    assert ("determinism" in found) is (release >= "0.9")
+    for check in ("platform", "determinism", "batch invariance"):
+        assert (check in found) is (release >= "0.9")
+    if release >= "0.9":
+        assert _severities(found["platform"]) <= {"ok", "info"}
+        assert _severities(found["determinism"]) == {"info", "ok"}  # the environment, and what workers get
+        assert found["batch invariance"][0]["message"].startswith("not checked: ")
     for name in ("torchtitan", "nemo_automodel"):  # not installed, so not checked: never in order
         said = [finding for finding in found.get("imports", []) if f"'{name}'" in finding["message"]]
         assert _severities(said) <= {"info"}

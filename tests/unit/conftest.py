@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from verl_fixes.activation import Activation
+from verl_fixes.doctor import Finding
 from verl_fixes.patch import Patch, Target
 from verl_fixes.probe import Verdict, mentions
 
@@ -83,3 +84,56 @@ def active() -> Iterator[Callable[..., Activation]]:
     yield make
     for activation in reversed(made):
         activation.deactivate()
+
+
+PLATFORM = """
+class PlatformRegistry: ...
+@PlatformRegistry.register(platform="{name}")
+class Platform: ...
+"""
+
+
+OUTSIDE = ("verl", "torch", "torch_npu", "vllm_ascend", "megatron", "ray")
+
+
+class Disk:
+    """A folder at the head of sys.path, to put packages in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, file: str, text: str = "") -> None:
+        path = self.folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def verl(self, init: str = "", *, platforms: tuple[str, ...] = (), constants: str = "") -> None:
+        self.write("verl/__init__.py", init)
+        self.write("verl/version/version", "0.9.9\n")
+        self.write("verl/trainer/constants_ppo.py", constants)
+        for name in platforms:
+            self.write(f"verl/plugin/platform/platform_{name}.py", PLATFORM.format(name=name))
+
+    def distribution(self, name: str, version: str, **files: str) -> None:
+        folder = f"{name.replace('-', '_')}-{version}.dist-info"
+        self.write(f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        for file, text in files.items():
+            self.write(f"{folder}/{file.replace('__', '.')}", text)
+
+    def torch(self, hip: str | None = None, cuda: str | None = None) -> None:
+        self.write("torch/__init__.py", "raise SystemExit('torch was imported')")
+        built_for = f"hip: Optional[str] = {hip!r}\ncuda: Optional[str] = {cuda!r}\n"
+        self.write("torch/version.py", f"from typing import Optional\n{built_for}__version__ = '2.9'\n")
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    for name in [n for n in sys.modules if n.partition(".")[0] in OUTSIDE]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return Disk(tmp_path)
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    return findings[0]

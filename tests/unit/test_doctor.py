@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from tests.processes import environment, python
-from tests.unit.conftest import Toy, make_patch, make_target
+from tests.unit.conftest import Disk, Toy, make_patch, make_target, only
 from verl_fixes import wrapping
 from verl_fixes.activation import Activation
 from verl_fixes.doctor import Finding, Severity, has_errors, loaded, local, nodes, packages
@@ -20,55 +20,6 @@ from verl_fixes.patch import Patch, State
 from verl_fixes.records import Record, TargetRecord
 
 PLUGINS = 'import os\nos.getenv("VERL_USE_EXTERNAL_PLUGINS", "auto")\n'
-PLATFORM = """
-class PlatformRegistry: ...
-@PlatformRegistry.register(platform="{name}")
-class Platform: ...
-"""
-
-
-class Disk:
-    """A folder at the head of sys.path, to put packages in."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def write(self, file: str, text: str = "") -> None:
-        path = self.folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    def verl(self, init: str = "", *, platforms: tuple[str, ...] = (), constants: str = "") -> None:
-        self.write("verl/__init__.py", init)
-        self.write("verl/version/version", "0.9.9\n")
-        self.write("verl/trainer/constants_ppo.py", constants)
-        for name in platforms:
-            self.write(f"verl/plugin/platform/platform_{name}.py", PLATFORM.format(name=name))
-
-    def distribution(self, name: str, version: str, **files: str) -> None:
-        folder = f"{name.replace('-', '_')}-{version}.dist-info"
-        self.write(f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        for file, text in files.items():
-            self.write(f"{folder}/{file.replace('__', '.')}", text)
-
-    def torch(self, hip: str | None) -> None:
-        self.write("torch/__init__.py", "raise SystemExit('torch was imported')")
-        self.write(
-            "torch/version.py", f"from typing import Optional\nhip: Optional[str] = {hip!r}\n__version__ = '2.9'\n"
-        )
-
-
-@pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("verl", "torch", "megatron", "ray")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    return Disk(tmp_path)
-
-
-def only(findings: list[Finding]) -> Finding:
-    assert len(findings) == 1, findings
-    return findings[0]
 
 
 def record(name: str = "some-fix", state: State = State.APPLIED, expected: State | None = None) -> Record:
@@ -235,61 +186,6 @@ def test_router_replay(disk: Disk, unpacked: str, fails: bool) -> None:
     if fails:
         assert found[0].severity == "warning"
         assert "router_replay.mode=disabled" in found[0].way_out
-
-
-@pytest.mark.parametrize(
-    "hip, wanted, severity, words",
-    [
-        (None, "", None, ""),
-        (None, "nvidia", "ok", ""),
-        (None, "AMD", "ok", ""),
-        (None, "metax", "error", "Registered: amd, nvidia"),
-        ("6.4", "", "warning", "VERL_PLATFORM is not set"),
-        ("6.4", "nvidia", "error", "ROCm 6.4"),
-        ("6.4", "amd", "ok", "ROCm 6.4"),
-    ],
-)
-def test_platform(disk: Disk, hip: str | None, wanted: str, severity: str | None, words: str) -> None:
-    disk.verl(platforms=("nvidia", "amd"))
-    disk.torch(hip)
-    found = local.platform({"VERL_PLATFORM": wanted} if wanted else {}, frozenset())
-    if severity is None:
-        assert found == []
-    else:
-        assert only(found).severity == severity
-        assert words in only(found).message
-
-
-def test_platform_of_a_plugin_and_without_a_platform_layer(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk.verl()
-    disk.torch("6.4")
-    assert local.platform({}, None) == []
-    assert only(local.platform({"VERL_PLATFORM": "metax"}, None)).severity == "info"
-    disk.verl(platforms=("nvidia",))
-    assert "has no platform for it" in only(local.platform({}, None)).message
-    metax = {"VERL_PLATFORM": "metax", MODULES: "verl_metax"}
-    assert only(local.platform(metax, frozenset({"metax"}))).severity == "ok"
-    assert only(local.platform(metax, frozenset({"nvidia"}))).severity == "error"
-    assert "not checked" in only(local.platform(metax, None)).message
-    monkeypatch.setattr(local.metadata, "entry_points", lambda group: ())
-    assert only(local.platform({"VERL_PLATFORM": "metax"}, None)).severity == "error"
-
-
-@pytest.mark.parametrize(
-    "variables, severity",
-    [
-        ({}, "info"),
-        ({"PYTHONHASHSEED": "random"}, "info"),
-        ({"PYTHONHASHSEED": "0"}, "warning"),
-        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8", "VLLM_BATCH_INVARIANT": "0"}, "warning"),
-        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8", "VLLM_BATCH_INVARIANT": "1"}, "ok"),
-    ],
-)
-def test_determinism(disk: Disk, variables: dict[str, str], severity: str) -> None:
-    disk.verl(constants='KEYS = ("VLLM_BATCH_INVARIANT",)')
-    assert only(local.determinism(variables)).severity == severity
-    disk.verl(constants="KEYS = ()")
-    assert local.determinism(variables) == []
 
 
 FUNCTIONS = """

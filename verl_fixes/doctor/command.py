@@ -62,7 +62,7 @@ def doctor(address: str | None, timeout: float, as_json: bool) -> None:
 def local_findings() -> list[Finding]:
     """Activate, import what the patches target, and run every check of this machine."""
     from verl_fixes import activation
-    from verl_fixes.doctor import loaded, local
+    from verl_fixes.doctor import determinism, loaded, local, platforms
 
     environ = dict(os.environ)  # before verl changes it
     try:
@@ -84,8 +84,9 @@ def local_findings() -> list[Finding]:
         *local.router_losses(records),
         *local.multi_token_prediction(),
         *local.router_replay(),
-        *local.platform(environ, loaded.registered_platforms()),
-        *local.determinism(environ),
+        *platforms.platform(environ, loaded.registered_platforms(), *loaded.detected_platform()),
+        *determinism.determinism(environ, loaded.forwarded_to_workers()),
+        *determinism.batch_invariance(),
     ]
 
 

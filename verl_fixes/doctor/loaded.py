@@ -60,6 +60,36 @@ def registered_platforms() -> frozenset[str] | None:
     return frozenset(manager.PlatformRegistry.registered_names())
 
 
+def detected_platform() -> tuple[str | None, str]:
+    """The platform that verl runs on in this process, by the name it is registered with; None where there is none.
+
+    The second value says why verl cannot make one, empty where it can or was not imported.
+    """
+    manager = sys.modules.get("verl.plugin.platform.platform_manager")
+    if manager is None or "verl" not in sys.modules:
+        return None, ""
+    try:
+        platform = manager.get_platform()
+    except Exception as reason:
+        return None, f"{type(reason).__name__}: {reason}"
+    registry = manager.PlatformRegistry
+    names = (name for name in registry.registered_names() if registry.get(name) is type(platform))
+    return str(next(names, platform.vendor_name)), ""
+
+
+def forwarded_to_workers() -> dict[str, str] | str | None:
+    """The environment that ``main_ppo`` would give to its workers now, or why verl does not say; None: not imported."""
+    if "verl" not in sys.modules:
+        return None
+    if reason := _import("verl.trainer.constants_ppo"):
+        return reason
+    try:
+        environment = sys.modules["verl.trainer.constants_ppo"].get_ppo_ray_runtime_env()
+        return {name: str(value) for name, value in environment["env_vars"].items()}
+    except Exception as reason:
+        return f"{type(reason).__name__}: {reason}"
+
+
 def early_bound() -> list[Finding]:
     """Names that ``from x import f`` or an assignment bound before we came, and that nobody rebound."""
     check = "early-bound names"

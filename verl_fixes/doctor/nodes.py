@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_fixes import activation, propagation, toggles
-from verl_fixes.doctor import survey
+from verl_fixes.doctor import determinism, survey
 from verl_fixes.doctor.findings import Finding, error, ok, warning
 from verl_fixes.identity import Identity
 from verl_fixes.patch import State
@@ -123,6 +123,9 @@ def findings(address: str, cluster: Cluster, environ: Mapping[str, str]) -> list
         way_out = "Give the address of the head node's GCS, as in `--ray 10.0.0.1:6379`, from a machine of the cluster."
         return [error(check, f"cannot ask the cluster at {address}: {cluster.trouble}", way_out)]
     found = [finding for node in cluster.nodes for finding in _node(node, cluster.here, environ)]
+    found += [
+        f for n in cluster.nodes if n.answer for f in determinism.of_a_node(n.label, n.answer, cluster.here.answer)
+    ]
     return found or [ok(check, f"all {len(cluster.nodes)} nodes have what this machine has")]
 
 

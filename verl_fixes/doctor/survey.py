@@ -21,6 +21,7 @@ from typing import Any
 
 def describe() -> dict[str, str]:
     """What this machine has. Runs in a worker of any node: everything that it needs is in its own body."""
+    import os
     import platform
     import socket
     from importlib import metadata, util
@@ -53,6 +54,8 @@ def describe() -> dict[str, str]:
         "torch": version("torch"),
         "ray": version("ray"),
         "megatron-core": version("megatron-core"),
+        "VERL_FULL_DETERMINISM": os.environ.get("VERL_FULL_DETERMINISM", ""),
+        "VLLM_BATCH_INVARIANT": os.environ.get("VLLM_BATCH_INVARIANT", ""),
         "trouble": "",
     }
     try:
