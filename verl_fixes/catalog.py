@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from verl_fixes.errors import CatalogError
 from verl_fixes.patch import Patch
 from verl_fixes.patches import (
+    dapo_reward_filter,
     detach_outputs,
     dynamic_batch_sync,
     hf_text_config,
@@ -14,6 +15,7 @@ from verl_fixes.patches import (
     per_token_loss,
     r2_replay,
     ray_propagation,
+    resume_warmup,
     run_provenance,
     scalar_metrics,
     val_accuracy,
@@ -32,6 +34,8 @@ CATALOG: tuple[Patch, ...] = (
     val_accuracy.PATCH,
     vlm_thd_align.PATCH,
     hf_text_config.PATCH,
+    resume_warmup.PATCH,
+    dapo_reward_filter.PATCH,
     ray_propagation.PATCH,
     run_provenance.PATCH,
 )

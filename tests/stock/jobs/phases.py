@@ -16,19 +16,20 @@ def phases(measure: Callable[[], Any], only: Sequence[str] = PHASES, **activate:
     """``measure()`` before activation, while active and after ``deactivate()``; an exception counts as its answer."""
     answers = {}
     if "stock" in only:
-        answers["stock"] = _attempt(measure)
+        answers["stock"] = attempt(measure)
     if "fixed" in only:
         verl_fixes.activate(**activate)
         try:
-            answers["fixed"] = _attempt(measure)
+            answers["fixed"] = attempt(measure)
         finally:
             verl_fixes.deactivate()
     if "back" in only:
-        answers["back"] = _attempt(measure)
+        answers["back"] = attempt(measure)
     return answers
 
 
-def _attempt(measure: Callable[[], Any]) -> Any:
+def attempt(measure: Callable[[], Any]) -> Any:
+    """What ``measure()`` returns, or the exception that it raised, in words."""
     try:
         return measure()
     except Exception as error:
