@@ -57,7 +57,6 @@ class Target:
         caller: set where ``qualname`` is a name that the module imported, and only this module's use of it is to be
             wrapped: the function that calls it. It is what the question and the fingerprints are about.
         absent: why there is nothing to fix, where a known function is judged ABSENT or ``exists`` says no.
-        absent: why there is nothing to fix, where a known function is judged ABSENT.
         exists: whether the release has such code at all, for a function that is called differently, or is not there, in
             other releases. None: where the module is, the function must be.
         overrides: whether overrides in subclasses are wrapped as well. False where a wrapper around the method itself

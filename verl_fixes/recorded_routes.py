@@ -152,4 +152,4 @@ def _as_long(routes: Tensor, tokens: Tensor) -> bool:
         return True  # verl brings them into one layout later
     if not routes.is_nested:
         return tuple(routes.shape[:2]) == tuple(tokens.shape[:2])
-    return routes.offsets().tolist() == tokens.offsets().tolist()
+    return bool(routes.offsets().tolist() == tokens.offsets().tolist())
