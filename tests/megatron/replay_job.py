@@ -230,7 +230,7 @@ def after_an_exception(mine: EngineReplayed, save: Save, other: EngineReplayed) 
             answer["actions"] = sorted({str(replay.router_replay_action) for replay in replays})
         try:
             mine.infer(replay=False)
-        except AttributeError as error:
+        except (AttributeError, RuntimeError) as error:
             answer["next forward"] = str(error)
     return answer
 

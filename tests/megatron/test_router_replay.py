@@ -1,7 +1,7 @@
 """r2-replay: verl#7805. Recorded routes are those that happened, replayed routes those that were recorded.
 
-The engines of 0.8.0 and later, and the legacy workers of 0.7.0 and 0.7.1; that of 0.7.1's engine cannot record. From
-0.9.1 on stock verl has to give the same answers.
+The engines of 0.8.0 and later, and the legacy workers of 0.7.0 and 0.7.1, whose engines cannot record. Where verl 0.9.1
+has the fix by itself, stock code has to give the same answers.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def test_routers_of_another_model_come_first(single: Steps) -> None:
 
 
 def test_another_model_has_emptied_the_list(single: Steps) -> None:
-    right = {"recorded what happened": True, "list": True, "others": ["None"] * 3}
     answers = single.answers["small"]["others_only"]
-    assert answers["fixed"] == right
-    if not FIXED:  # 0.9.1 sets the action of the routers in the list, and so records nothing
-        assert answers["stock"] == answers["back"] == "AttributeError: 'NoneType' object has no attribute 'to'"
+    assert answers["fixed"] == {"recorded what happened": True, "list": True, "others": ["None"] * 3}
+    error = "did not capture all local routers" if FIXED else "AttributeError: 'NoneType' object has no attribute 'to'"
+    assert error in answers["stock"]
+    assert error in answers["back"]
 
 
 @pytest.mark.skipif(not ENGINE, reason="the legacy workers are started one by one")
@@ -114,15 +114,15 @@ def test_nothing_is_left_behind_by_an_exception(single: Steps) -> None:
     assert answers["fixed"] == {"list": True, "actions": ["None"]}
     for phase in ("stock", "back"):
         assert answers[phase]["actions"] == ["RouterReplayAction.REPLAY_BACKWARD"]
-        assert ("next forward" in answers[phase]) is not FIXED
+        assert "next forward" in answers[phase]
 
 
 @pytest.mark.skipif(not ENGINE, reason="the legacy workers are started one by one")
 def test_another_model_is_forwarded_inside_the_loss(single: Steps) -> None:
-    fixed = {"teacher": [True, True], "replayed what was recorded": True}
     answers = single.answers["small"]["nested"]
-    assert answers["fixed"] == fixed
-    assert (answers["stock"] == answers["back"] == fixed) is FIXED
+    assert answers["fixed"] == {"teacher": [True, True], "replayed what was recorded": True}
+    for phase in ("stock", "back"):
+        assert "Error: " in answers[phase]
 
 
 @pytest.mark.skipif(not ENGINE, reason="the legacy workers are started one by one")
@@ -141,9 +141,11 @@ def test_a_batch_without_replay_does_not_touch_the_list(single: Steps) -> None:
         ("a router that is not called", "the routers of layers [1] recorded no routes"),
     ],
 )
-@pytest.mark.skipif(FIXED, reason="upstream's own errors, and some cases that it does not look at")
 def test_missing_incomplete_and_ambiguous_routes(single: Steps, attempt: str, says: str) -> None:
     answers = single.answers["small"]["refused"]
+    if FIXED and attempt == "a router that is not called":
+        assert "did not capture all local routers" in answers["fixed"][attempt]
+        return
     assert answers["fixed"][attempt].startswith("RoutesError: r2-replay: ")
     assert says in answers["fixed"][attempt]
     assert "VERL_FIXES_R2_REPLAY=0" in answers["fixed"][attempt]

@@ -14,7 +14,9 @@ afterwards, with contexts nested, and after an exception the model's routers are
 recorded indices pass verl's casts as pairs of bytes. Every stage takes part in the gather with the layers that it has,
 none included, and layers are ordered by number. What is missing, incomplete or ambiguous is an error on every rank.
 
-When it can go: with verl 0.9.1; there, only the refusal of R2 with bypass_mode in ``run_ppo`` is added.
+When it can go: not yet, as of verl 0.9.1. It asks the model that it forwards for its routers, but still sets their mode
+through the list: with a second engine in the process nothing is recorded, and after an exception, or inside the loss
+of another model, a forward without replay stops. It does not look at the shape of routes, either.
 Source: https://github.com/verl-project/verl/pull/7805
 """
 
@@ -282,10 +284,11 @@ def replay_by_layer_number(original: Callable[..., Any], *args: Any, **kwargs: A
 def _forwards(function: Function, source: Source) -> Verdict:
     if not mentions(function, "enable_routing_replay"):
         return Verdict.ABSENT
+    if not mentions(function, "set_global_router_replay_action"):
+        return Verdict.DRIFTED
     if mentions(function, "record_r2_routes"):
-        return Verdict.FIXED
-    old = mentions(function, "set_global_router_replay_action") and mentions(function, "is_r2_record_action")
-    return Verdict.BUGGY if old else Verdict.DRIFTED
+        return Verdict.INCOMPLETE
+    return Verdict.BUGGY if mentions(function, "is_r2_record_action") else Verdict.DRIFTED
 
 
 def _takes_model(function: Function) -> bool:
@@ -341,7 +344,10 @@ PATCH = Patch(
         "incomplete or ambiguous routes are an error, and R2 with bypass_mode is one at start. The Megatron engine of "
         "0.7.1 cannot record at all and is refused; its legacy workers can. VeOmni's replay is its own and not touched."
     ),
-    removable="With verl 0.9.1, but for recipes that start in run_ppo with a task runner of their own.",
+    removable=(
+        "Not yet, as of verl 0.9.1: it still sets the mode of routers through the list of the whole process, and "
+        "starts recipes with a task runner of their own without looking at bypass_mode. The rest: with 0.9.1."
+    ),
     upstream=("https://github.com/verl-project/verl/pull/7805",),
     fixed_in="0.9.1",
     stacks_on=("per-token-loss",),
@@ -356,7 +362,7 @@ PATCH = Patch(
                 "886af1f2f12f3690": Verdict.BUGGY,  # 0.7.1
                 "fde14271878f9bb0": Verdict.BUGGY,  # 0.8.0
                 "881a7f35c53cd481": Verdict.BUGGY,  # 0.9.0
-                "c9d1db2381b69c75": Verdict.FIXED,  # 0.9.1
+                "c9d1db2381b69c75": Verdict.INCOMPLETE,  # 0.9.1
             },
             absent="the engine of this release has no router replay; its legacy workers have",
         ),

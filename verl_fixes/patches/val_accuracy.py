@@ -232,7 +232,7 @@ PATCH = Patch(
     upstream=("https://github.com/verl-project/verl/pull/7781",),
     fixed_in="0.9.1",
     default=False,
-    stacks_on=("val-none-safe",),
+    stacks_on=("val-none-safe", "r2-replay"),
     targets=(
         _trainer(_V1),
         _trainer(_SYNC),
