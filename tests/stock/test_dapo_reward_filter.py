@@ -86,6 +86,12 @@ def test_the_trainer_still_refuses_what_cannot_work(phase: str) -> None:
         assert "requires the reward metric at sampling time" in answer("resolve null, colocated model", phase)
 
 
+@pytest.mark.parametrize("phase", EVERY)
+def test_trainers_and_buffers_with_methods_of_their_own_are_left_alone(phase: str) -> None:
+    assert answer("own trainer", phase) == ("acc" if BUGGY else "reward")  # the default is null and reward
+    assert answer("own buffer", phase) == [["without"], [[None, 1]]]
+
+
 @only_buggy
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_key_of_ones_own_called_reward_keeps_its_meaning(phase: str) -> None:

@@ -179,6 +179,7 @@ PATCH = Patch(
             qualname="PPOTrainer._resolve_filter_groups_metric",
             wrapper=default_to_reward,
             question=_refuses_null,
+            overrides=False,
         ),
     ),
 )

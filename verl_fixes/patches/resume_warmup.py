@@ -182,7 +182,6 @@ PATCH = Patch(
             wrapper=fill_colocated,
             refine=round_colocated,
             question=_warms_up,
-            known={"346a5aa9d3deea80": Verdict.BUGGY},  # 0.9.0; 0.9.1 calls a helper, which has to be looked at
             overrides=False,
         ),
         Target(
@@ -191,7 +190,6 @@ PATCH = Patch(
             wrapper=fill_separate,
             refine=round_separate,
             question=_warms_up,
-            known={"f3de3189f7c652f0": Verdict.BUGGY},  # 0.9.0
             overrides=False,
         ),
     ),

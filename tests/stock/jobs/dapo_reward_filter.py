@@ -157,6 +157,32 @@ def _resolved(metric: str | None, **settings: Any) -> Any:
     return [trainer.replay_buffer.filter_groups_metric, trainer.config.algorithm.filter_groups.metric]
 
 
+def _own_trainer() -> Any:
+    """A user's trainer that knows what null means."""
+
+    class OwnTrainer(queue.trainer_class("sync")):  # type: ignore[misc]
+        def _resolve_filter_groups_metric(self) -> str:
+            return self.config.algorithm.filter_groups.metric or "acc"
+
+    trainer = queue.build(OwnTrainer, queue.config("sync", {"algorithm.filter_groups.enable": True}))
+    return trainer.replay_buffer.filter_groups_metric
+
+
+def _own_buffer() -> Any:
+    """A user's replay buffer that knows what to do with groups that have no reward."""
+    queue.clear()
+    buffer = _trainer("sync", "reward").replay_buffer
+
+    class OwnBuffer(type(buffer)):  # type: ignore[misc]
+        def _dapo_filtered_keys(self, partition_id: str) -> Any:
+            uids = self.finished_keys[partition_id]
+            return uids, {None: len(uids)}
+
+    buffer.__class__ = OwnBuffer
+    _put({"without": [_row(), _row()]})
+    return _filtered(buffer)
+
+
 def measure() -> dict[str, Any]:
     """Every case; an exception counts as its answer."""
     cases: dict[str, Callable[[], Any]] = {
@@ -182,6 +208,8 @@ def measure() -> dict[str, Any]:
         "sample, sync": lambda: _sample("sync", "reward"),
         "sample, async": lambda: _sample("colocate_async", "reward"),
         "sample, acc": lambda: _sample("colocate_async", "acc"),
+        "own trainer": _own_trainer,
+        "own buffer": _own_buffer,
         "resolve reward": lambda: _resolved("reward"),
         "resolve null": lambda: _resolved(None),
         "resolve acc": lambda: _resolved("acc"),
