@@ -113,8 +113,9 @@ def _why(record: Record) -> str:
 
 
 def _short_module(module: str) -> str:
-    short = module.removeprefix("verl.workers.").removeprefix("megatron.core.transformer.")
-    return short.removesuffix(".transformer_impl")
+    for prefix in ("verl.", "workers.", "utils.", "trainer.", "models.", "megatron.core.transformer."):
+        module = module.removeprefix(prefix)
+    return module.removesuffix(".transformer_impl")
 
 
 def short_link(url: str) -> str:
