@@ -64,16 +64,17 @@ def gather(routes: Tensor, layer_numbers: Sequence[int], group: Any) -> Tensor:
     import torch
 
     everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-    parts = routes.values() if routes.is_nested else routes
-    torch.distributed.all_gather_object(everyone, (list(layer_numbers), parts.cpu()), group=group)
+    part = routes.values() if routes.is_nested else routes
+    torch.distributed.all_gather_object(everyone, (list(layer_numbers), part.cpu()), group=group)
+    for stage, (numbers, part) in enumerate(everyone):
+        if part.shape[-2] != len(numbers):
+            raise RoutesError(
+                f"r2-replay: pipeline stage {stage} recorded {part.shape[-2]} layers and has routers in layers "
+                f"{numbers}. {WAY_OUT}"
+            )
     numbers = [number for theirs, _ in everyone for number in theirs]
     refuse_duplicates(numbers, "two pipeline stages")
     merged = torch.cat([part for _, part in everyone], dim=-2)
-    if merged.shape[-2] != len(numbers):
-        raise RoutesError(
-            f"r2-replay: {merged.shape[-2]} layers were recorded for the {len(numbers)} routers of all pipeline "
-            f"stages, layers {numbers}. {WAY_OUT}"
-        )
     merged = merged.index_select(-2, torch.tensor(numbers).argsort())
     return _jagged(merged, routes) if routes.is_nested else merged
 

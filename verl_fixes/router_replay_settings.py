@@ -1,4 +1,4 @@
-"""Router replay R2 and ``rollout_correction.bypass_mode`` exclude each other; a run with both is refused at start.
+"""Settings of router replay with which a run cannot work are refused at start: R2 with bypass_mode, 0.7.1's engine.
 
 R2 replays the routes that the actor records while it recomputes ``old_log_probs``. Bypass mode takes the rollout's log
 probabilities instead and skips that pass, so there are no routes, and the run stops at the first update, after a whole
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl_fixes import probe
@@ -58,6 +58,44 @@ def replay_setting(config: Any, legacy: bool) -> str:
     return f"{_ACTOR}.{strategy}.router_replay.mode"
 
 
+def engine_cannot_record(source: Source) -> str:
+    """Why the Megatron engine of this verl cannot record routes, in words; empty where it can. True of verl 0.7.1."""
+    record = source.function("verl.utils.megatron.router_replay_utils", "merge_router_topk_indices")
+    for wanted, name in _unpacked_calls(record) if record else ():
+        called = source.function("verl.models.mcore.util", name)
+        values = probe.returns(called) if called else []
+        returned = {len(value.elts) for value in values if isinstance(value, ast.Tuple)}
+        if returned and wanted not in returned:
+            return f"it unpacks {wanted} values of {name}(), which returns {max(returned)}"
+    return ""
+
+
+def _unpacked_calls(function: Function) -> Iterator[tuple[int, str]]:
+    """``a, b = name(...)``: how many values are unpacked, and the name."""
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Tuple):
+            continue
+        if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
+            yield len(node.targets[0].elts), node.value.func.id
+
+
+@functools.cache
+def refuse_broken_engine() -> None:
+    """Router replay is on in a Megatron engine: stop where it cannot work, R3 included.
+
+    Raises:
+        UnsupportedSettingError: the engine of verl 0.7.1.
+    """
+    source = probe.locate("verl")
+    if source is not None and (why := engine_cannot_record(source)):
+        raise UnsupportedSettingError(
+            f"r2-replay: router replay cannot work with this verl's Megatron engine: {why}. Way out: the legacy "
+            "workers (trainer.use_legacy_worker_impl=auto and "
+            f"{_ACTOR}.router_replay.mode), or {_ACTOR}.megatron.router_replay.mode=disabled, or verl 0.8.0 or later. "
+            "VERL_FIXES_R2_REPLAY=0 runs stock verl, without this check and without the fix."
+        )
+
+
 def _at(config: Any, dotted: str) -> Any:
     """A value of the configuration, None where a part of its name is missing."""
     return functools.reduce(lambda node, name: getattr(node, name, None), dotted.split("."), config)
@@ -66,7 +104,11 @@ def _at(config: Any, dotted: str) -> Any:
 def check_settings(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``validate_config(config, ...)`` and ``run_ppo(config, ...)``."""
     call = Call(original, ("config",), args, kwargs)
-    reject_r2_with_bypass_mode(call["config"], legacy=_has_legacy_workers(probe.locate("verl")))
+    config, legacy = call["config"], _has_legacy_workers(probe.locate("verl"))
+    setting = replay_setting(config, legacy)
+    if setting.endswith(".megatron.router_replay.mode") and _at(config, setting) in ("R2", "R3"):
+        refuse_broken_engine()
+    reject_r2_with_bypass_mode(config, legacy)
     return call()
 
 

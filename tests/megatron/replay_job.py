@@ -52,6 +52,12 @@ class Replayed(Protocol):
     def tokens(self, routes: Tensor) -> Tensor:
         """``[tokens, layers, topk]`` of recorded routes, expert ids in ascending order."""
 
+    def routes_from(self, tokens: Tensor) -> Tensor:
+        """``[tokens, layers, topk]`` as ``routed_experts``."""
+
+    def as_r3(self) -> contextlib.AbstractContextManager[None]:
+        """Replay routes of the rollout meanwhile."""
+
 
 class EngineReplayed:
     """The engine of verl 0.8.0 and later; its steps change no weights."""
@@ -97,6 +103,20 @@ class EngineReplayed:
 
     def tokens(self, routes: Tensor) -> Tensor:
         return routes.values().long().sort(dim=-1).values
+
+    def routes_from(self, tokens: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(tokens, offsets=batch_of(True)["input_ids"].offsets())
+
+    @contextlib.contextmanager
+    def as_r3(self) -> Iterator[None]:
+        from verl.workers.config.engine import EngineRouterReplayConfig
+
+        config, before = self.engine.engine_config, self.engine.engine_config.router_replay
+        object.__setattr__(config, "router_replay", EngineRouterReplayConfig(mode="R3"))
+        try:
+            yield
+        finally:
+            object.__setattr__(config, "router_replay", before)
 
 
 def batch_of(replay: bool) -> Any:
@@ -279,6 +299,100 @@ class _Gathered(Exception):
     """Instead of a collective in which others may be missing."""
 
 
+def itself_inside(mine: EngineReplayed, save: Save, other: EngineReplayed) -> dict[str, Any]:
+    """The same model is forwarded without replay inside its own loss."""
+    ppo, seen = cpu.ppo_loss(), []
+    draw_routers(mine.engine, seed=2)
+    with watched(mine.engine) as by_itself:
+        mine.infer(replay=False)
+
+    def with_itself(*args: Any, **kwargs: Any) -> Any:
+        with watched(mine.engine) as inner:
+            mine.engine.forward_backward_batch(batch_of(replay=False), None, forward_only=True)
+        seen.append(chosen(inner))
+        return ppo(*args, **kwargs)
+
+    with registry(replays_of(mine), mine):
+        routes = mine.record()
+        plain = mine.update(routes)
+        nested = mine.update(routes, loss=with_itself)
+    return {
+        "inner": [torch.equal(each, chosen(by_itself)) for each in seen],
+        "gradient": all(torch.equal(plain[name], nested[name]) for name in plain),
+    }
+
+
+def rollout_routes(mine: Replayed, save: Save, other: Replayed | None = None) -> bool:
+    """R3: routes of all layers, those without a router included, from a rollout that chose at random.
+
+    A rollout has no route for the last token, and verl 0.9 replays none there.
+    """
+    generator = torch.Generator().manual_seed(5)
+    layers = mine.engine.tf_config.num_layers
+    tokens = sum(map(sum, EVEN))
+    choice = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(tokens * layers)])
+    choice = choice.view(tokens, layers, 2).to(torch.uint8)
+    with mine.as_r3(), registry(replays_of(mine), mine), watched(mine.engine) as replayed:
+        mine.update(mine.routes_from(choice))
+    with_router = [number - 1 for number in sorted(routers_of(mine.engine))]
+    last = torch.tensor([sum(lengths) for lengths in EVEN]).cumsum(dim=0) - 1
+    kept = torch.ones(tokens, dtype=torch.bool).index_fill(0, last, value=False)
+    return torch.equal(chosen(replayed)[kept], choice[kept][:, with_router].long().sort(dim=-1).values)
+
+
+def dense(mine: Replayed, save: Save, other: Replayed | None = None) -> list[str]:
+    """A model without a router, with R2 on: nothing is recorded, and nothing is missing."""
+    output = mine.infer(replay=True)
+    mine.update(None)
+    return sorted(output["model_output"])
+
+
+class _Vision(torch.nn.Module):
+    """A vision model as far as router replay sees it: the language model is one of its parts."""
+
+    def __init__(self, language_model: torch.nn.Module) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.language_model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "decoder":
+                raise
+            return getattr(super().__getattr__("language_model"), name)
+
+
+def vision_with_mtp(mine: EngineReplayed, save: Save, other: Replayed | None = None) -> dict[str, Any]:
+    """Layers of multi-token prediction have routers of their own, whose layer numbers start at 1 again."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    wrapper = mine.engine.module[0]
+    while hasattr(wrapper.module, "module"):
+        wrapper = wrapper.module
+    model = wrapper.module
+    routers = [(name, module) for name, module in model.named_modules() if isinstance(module, TopKRouter)]
+    replays = [router.router_replay for _, router in routers]
+    in_mtp = [router.router_replay for name, router in routers if name.startswith("mtp")]
+    wrapper.module = _Vision(model)
+    try:
+        with registry(replays, mine):
+            routes = mine.record()
+            batch = batch_of(replay=True)
+            batch["routed_experts"] = routes
+            with mine.engine.train_mode():
+                mine.engine.train_batch(batch, loss_function=cpu.ppo_loss())
+            return {
+                "layers": routes.shape[2],
+                "mtp": [(str(replay.router_replay_action), len(replay.replay_backward_list)) for replay in in_mtp],
+            }
+    finally:
+        wrapper.module = model
+
+
 def gathers(mine: Replayed, save: Save, other: Replayed | None = None) -> list[int]:
     """How many layers each rank brings to the gather; -1 where it does not come, and the others would wait."""
     module = importlib.import_module(mine.gathers_in)
@@ -324,6 +438,13 @@ def refused(mine: Replayed, save: Save, other: Replayed) -> dict[str, Any]:
         finally:
             del replay.record_indices
 
+    def without_replay() -> None:
+        replay, routers[1].router_replay = routers[1].router_replay, None
+        try:
+            mine.update(routes)
+        finally:
+            routers[1].router_replay = replay
+
     attempts: dict[str, Callable[[], Any]] = {
         "no routes": lambda: mine.update(None),
         "a layer too few": lambda: mine.update(changed(lambda row: row[:, :-1])),
@@ -332,6 +453,7 @@ def refused(mine: Replayed, save: Save, other: Replayed) -> dict[str, Any]:
         "shorter rows": lambda: mine.update(changed(lambda row: row[:-1])),
         "a layer number twice": duplicate,
         "a router that is not called": silent,
+        "a router that was built without replay": without_replay,
         "as recorded": lambda: mine.update(routes),
     }
     answer = {}
@@ -345,9 +467,35 @@ def refused(mine: Replayed, save: Save, other: Replayed) -> dict[str, Any]:
     return answer
 
 
+def reference(mine: Any, save: Save, other: Replayed | None = None) -> list[str]:
+    """What a legacy worker returns for the reference model, which with LoRA is the actor without its adapter."""
+    with registry(replays_of(mine), mine):
+        return mine.reference_keys()
+
+
+def not_here_yet(mine: Any, save: Save, other: Replayed | None = None) -> list[str]:
+    """The error of a legacy worker that gets something else than rows, with replay on and off."""
+    return [mine.error_with(object(), replay) for replay in (True, False)]
+
+
 SCENES: dict[str, Callable[..., Any]] = {
     scene.__name__: scene
-    for scene in (alone, others_in_front, others_only, after_an_exception, nested, switched_off, gathers, refused)
+    for scene in (
+        alone,
+        others_in_front,
+        others_only,
+        after_an_exception,
+        nested,
+        itself_inside,
+        switched_off,
+        rollout_routes,
+        dense,
+        vision_with_mtp,
+        gathers,
+        refused,
+        reference,
+        not_here_yet,
+    )
 }
 WITH_ANOTHER = {"others_in_front", "others_only", "nested", "switched_off"}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +93,43 @@ class WorkerReplayed:
     def tokens(self, routes: Tensor) -> Tensor:
         mask = self._data().batch["attention_mask"].bool()
         return routes[mask].long().sort(dim=-1).values
+
+    def routes_from(self, tokens: Tensor) -> Tensor:
+        mask = self._data().batch["attention_mask"].bool()
+        routes = torch.zeros((*mask.shape, *tokens.shape[1:]), dtype=tokens.dtype)
+        routes[mask] = tokens
+        return routes
+
+    @contextlib.contextmanager
+    def as_r3(self) -> Iterator[None]:
+        from verl.workers.config.actor import RouterReplayConfig
+
+        config, before = self.actor.config, self.actor.config.router_replay
+        object.__setattr__(config, "router_replay", RouterReplayConfig(mode="R3"))
+        try:
+            yield
+        finally:
+            object.__setattr__(config, "router_replay", before)
+
+    def reference_keys(self) -> list[str]:
+        """The keys of ``compute_ref_log_prob`` under LoRA."""
+        self.worker.peft_cls = SimpleNamespace(disable_adapter=lambda module: contextlib.nullcontext())
+        self.worker.config.ref = self.worker.config.rollout
+        try:
+            return sorted(self.worker.compute_ref_log_prob(self._data()).batch.keys())
+        finally:
+            self.worker.peft_cls = None
+
+    def error_with(self, data: Any, replay: bool) -> str:
+        """What ``compute_log_prob`` says to data that have no rows."""
+        self.worker.enable_routing_replay = self.actor.enable_routing_replay = replay
+        try:
+            self.worker.compute_log_prob(data)
+        except AttributeError as error:
+            return str(error)
+        finally:
+            self.worker.enable_routing_replay = self.actor.enable_routing_replay = True
+        return ""
 
     def _data(self) -> Any:
         data = legacy.make_data(self.legacy, lengths=EVEN)

@@ -32,7 +32,7 @@ def _model(layers: str, **model: Any) -> dict[str, Any]:
     return {"layers": 4, "transformer_overrides": {"moe_layer_freq": FREQUENCIES[layers]}, **model}
 
 
-REFERENCES = {layers: {"model": _model(layers)} for layers in FREQUENCIES}
+REFERENCES: dict[str, dict[str, Any]] = {layers: {"model": _model(layers)} for layers in FREQUENCIES}
 REFERENCES["a stage without"]["model"]["experts"] = 260
 PAIRS = {
     "cp": ("four layers", {"cp": 2}),
@@ -47,12 +47,19 @@ PAIRS = {
 def single(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     scenes = dict.fromkeys(["alone", "others_in_front", "others_only", "refused"], PHASES)
     if ENGINE:
-        scenes |= dict.fromkeys(["after_an_exception", "nested", "switched_off"], PHASES)
+        scenes |= dict.fromkeys(["after_an_exception", "nested", "itself_inside", "switched_off"], PHASES)
+    else:
+        scenes |= dict.fromkeys(["reference", "not_here_yet"], PHASES)
     plan = {
         "small": {"model": {"layers": 3}, "scenes": scenes},
         "wide": {"model": {"experts": 300}, "scenes": {"alone": PHASES}},
         **REFERENCES,
+        "recomputed": {"model": _model("four layers", recompute=True)},
     }
+    plan["unequal stages"]["scenes"] = {"alone": ["fixed"], "rollout_routes": PHASES}
+    if ENGINE:
+        plan["dense"] = {"model": {"moe": False}, "scenes": {"dense": PHASES}}
+        plan["vision"] = {"model": {"mtp_layers": 1}, "scenes": {"vision_with_mtp": PHASES}}
     return steps(tmp_path_factory.mktemp("single"), 1, plan, job=JOB)
 
 
@@ -126,6 +133,55 @@ def test_another_model_is_forwarded_inside_the_loss(single: Steps) -> None:
 
 
 @pytest.mark.skipif(not ENGINE, reason="the legacy workers are started one by one")
+def test_a_model_is_forwarded_inside_its_own_loss(single: Steps) -> None:
+    answers = single.answers["small"]["itself_inside"]
+    assert answers["fixed"] == {"inner": [True, True], "gradient": True}
+    for phase in ("stock", "back"):
+        assert "Error: " in answers[phase]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_routes_of_a_rollout_go_to_the_layers_that_they_are_of(single: Steps, phase: str) -> None:
+    """verl 0.7.0 takes the rows of the first layers for those of the layers that have a router."""
+    assert single.answers["unequal stages"]["rollout_routes"][phase] is (phase == "fixed" or RELEASE != "0.7.0")
+
+
+def test_recomputed_layers_replay_as_well(single: Steps) -> None:
+    plain, recomputed = (
+        flatten(single.gradients[f"fixed/{name}/alone/gradient"]) for name in ("four layers", "recomputed")
+    )
+    assert relative_error(recomputed, plain) < 1e-6
+
+
+@pytest.mark.skipif(not ENGINE or FIXED, reason="of the engines; 0.9.1 refuses it by itself")
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_dense_model_runs_with_r2_as_before(single: Steps, phase: str) -> None:
+    assert single.answers["dense"]["dense"][phase] == ["log_probs"]
+
+
+@pytest.mark.skipif(not ENGINE, reason="of the engines")
+def test_routers_of_multi_token_prediction_stay_out(single: Steps) -> None:
+    answers = single.answers["vision"]["vision_with_mtp"]
+    assert answers["fixed"] == {"layers": 2, "mtp": [["None", 0]]}
+    if FIXED:  # the older ones take as many routers as the model has layers
+        assert answers["stock"]["layers"] == answers["back"]["layers"] == 3
+
+
+@pytest.mark.skipif(RELEASE != "0.7.1", reason="of the legacy workers; those of 0.7.0 know no LoRA")
+def test_the_reference_of_a_lora_actor_returns_no_routes(single: Steps) -> None:
+    """The trainer would compare them with the actor's, and stop."""
+    check(single.answers["small"]["reference"], ["ref_log_prob", "routed_experts"], ["ref_log_prob"])
+
+
+@pytest.mark.skipif(ENGINE, reason="of the legacy workers")
+def test_rows_that_come_later_are_not_looked_at(single: Steps) -> None:
+    """With a transfer queue the worker gets a reference to its rows."""
+    answers = single.answers["small"]["not_here_yet"]
+    assert answers["fixed"] == answers["stock"] == answers["back"]
+    assert all(answers["stock"])
+
+
+@pytest.mark.skipif(not ENGINE, reason="the legacy workers are started one by one")
 def test_a_batch_without_replay_does_not_touch_the_list(single: Steps) -> None:
     check(single.answers["small"]["switched_off"], {"routes": True, "kept": True}, {"routes": False, "kept": True})
 
@@ -139,6 +195,7 @@ def test_a_batch_without_replay_does_not_touch_the_list(single: Steps) -> None:
         ("shorter rows", "rows of routed_experts and of input_ids differ in length"),
         ("a layer number twice", "layer numbers [1] belong to more than one router"),
         ("a router that is not called", "the routers of layers [1] recorded no routes"),
+        ("a router that was built without replay", "the router of layer 2 was built without router replay"),
     ],
 )
 def test_missing_incomplete_and_ambiguous_routes(single: Steps, attempt: str, says: str) -> None:

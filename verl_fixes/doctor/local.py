@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from verl_fixes import probe, propagation, toggles
@@ -11,6 +10,7 @@ from verl_fixes.doctor import packages
 from verl_fixes.doctor.findings import Finding, error, info, ok, warning
 from verl_fixes.patch import INSTALLED, TROUBLE, State
 from verl_fixes.records import Record
+from verl_fixes.router_replay_settings import engine_cannot_record
 
 ROUTER_LOSS_LINK = "https://github.com/NVIDIA/Megatron-LM/pull/5047"
 ROUTER_LOSS_PATCH = "moe-aux-scale"
@@ -158,32 +158,15 @@ def router_replay() -> list[Finding]:
     """verl 0.7.1's Megatron engine records routes with a function that returns one value more than it expects."""
     check = "router replay"
     verl = probe.locate("verl")
-    if verl is None:
+    why = engine_cannot_record(verl) if verl else ""
+    if not why:
         return []
-    record = verl.function("verl.utils.megatron.router_replay_utils", "merge_router_topk_indices")
-    if record is None:
-        return []
-    for wanted, name in _unpacked_calls(record):
-        called = verl.function("verl.models.mcore.util", name)
-        values = probe.returns(called) if called else []
-        returned = {len(value.elts) for value in values if isinstance(value, ast.Tuple)}
-        if returned and wanted not in returned:
-            message = (
-                "router replay cannot work with this verl's Megatron engine (trainer.use_legacy_worker_impl=disable): "
-                f"it unpacks {wanted} values of {name}(), which returns {max(returned)}, and the first record fails"
-            )
-            way_out = (
-                "Keep router_replay.mode=disabled there, or run it through the legacy workers "
-                "(trainer.use_legacy_worker_impl=auto), or take verl 0.8.0 or later."
-            )
-            return [warning(check, message, way_out)]
-    return []
-
-
-def _unpacked_calls(function: probe.Function) -> Iterator[tuple[int, str]]:
-    """``a, b = name(...)``: how many values are unpacked, and the name."""
-    for node in ast.walk(function):
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Tuple):
-            continue
-        if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-            yield len(node.targets[0].elts), node.value.func.id
+    message = (
+        "router replay cannot work with this verl's Megatron engine (trainer.use_legacy_worker_impl=disable): "
+        f"{why}, and the first record fails"
+    )
+    way_out = (
+        "Keep router_replay.mode=disabled there, or run it through the legacy workers "
+        "(trainer.use_legacy_worker_impl=auto), or take verl 0.8.0 or later."
+    )
+    return [warning(check, message, way_out)]

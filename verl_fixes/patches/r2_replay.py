@@ -5,14 +5,15 @@ position in it. A second engine in the process empties the list; a model that bu
 copy, shifts it: RECORD then stops with an error about ``None``, or another model's routes are replayed. An exception
 leaves the list in its mode, and the next forward, of a reference model perhaps, records or replays. Routes travel as
 uint8, so expert 256 comes back as expert 0. A pipeline stage without an MoE layer does not take part in the gather,
-and the others wait for it. On 0.7.0 routes of models with dense layers go to the wrong layer under PP. A batch without
-routes, or with too few layers, is replayed in part or not at all, without a word.
+and the others wait for it. On 0.7.0 routes of models with dense layers go to other layers. A batch without routes, or
+with too few layers, is replayed in part or not at all, without a word.
 
 What the wrappers do: while an engine, or a legacy worker, forwards, the list is that of its own routers, ordered by
 model chunk and layer number; it is empty where replay is off for this batch. The list from before comes back
-afterwards, with contexts nested, and after an exception the model's routers are reset. For more than 256 experts the
-recorded indices pass verl's casts as pairs of bytes. Every stage takes part in the gather with the layers that it has,
-none included, and layers are ordered by number. What is missing, incomplete or ambiguous is an error on every rank.
+afterwards, and the model's routers are as they were before, also after an exception and inside another forward. For
+more than 256 experts the recorded indices pass verl's casts as pairs of bytes. Every stage takes part in the gather
+with the layers that it has, none included, and layers are ordered by number. What is missing, incomplete or ambiguous
+is an error.
 
 When it can go: not yet, as of verl 0.9.1. It asks the model that it forwards for its routers, but still sets their mode
 through the list: with a second engine in the process nothing is recorded, and after an exception, or inside the loss
@@ -22,8 +23,7 @@ Source: https://github.com/verl-project/verl/pull/7805
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from verl_fixes import router_replay_settings
 from verl_fixes.arguments import Call
 from verl_fixes.errors import RoutesError, UnsupportedSettingError
 from verl_fixes.patch import Patch, Target
-from verl_fixes.probe import Function, Source, Verdict, mentions
+from verl_fixes.probe import Function, Source, Verdict, mentions, method_calls
 from verl_fixes.recorded_routes import (
     UINT8_EXPERTS,
     WAY_OUT,
@@ -45,6 +45,7 @@ from verl_fixes.recorded_routes import (
     refuse_incomplete,
     select_layers,
 )
+from verl_fixes.router_replay_settings import refuse_broken_engine
 
 
 class _Router(NamedTuple):
@@ -58,11 +59,14 @@ class _Forward(NamedTuple):
 
     Attributes:
         chunks: the routers of each model chunk of this pipeline stage, by layer number. No chunk: replay is off.
+        touched: every ``RouterReplay`` in these chunks, those of multi-token prediction included, which verl 0.9 may
+            set as well.
         recording: R2's first pass.
         wide: more experts than uint8 can tell apart.
     """
 
     chunks: tuple[tuple[_Router, ...], ...] = ()
+    touched: tuple[Any, ...] = ()
     recording: bool = False
     wide: bool = False
 
@@ -74,7 +78,6 @@ class _Forward(NamedTuple):
         return self.chunks[vp_rank or 0] if self.chunks else ()
 
 
-_OFF = _Forward()
 _current: ContextVar[_Forward | None] = ContextVar("forward", default=None)
 
 
@@ -88,38 +91,55 @@ def _forwarding(forward: _Forward, recorded: list[Any]) -> Iterator[None]:
     """
     from verl.utils.megatron.router_replay_patch import RouterReplay
 
-    outer = RouterReplay.router_instances
+    outer, outer_list = _current.get(), RouterReplay.router_instances
+    interrupted = [(replay, dict(vars(replay))) for replay in (outer.touched if outer else ())]
+    _reset(replay for replay, _ in interrupted)
     RouterReplay.router_instances = [router.replay for router in forward.routers]
     token = _current.set(forward)
     try:
         yield
     finally:
-        for router in forward.routers:
-            router.replay.clear_indices()
-            router.replay.clear_router_replay_action()
+        _reset(forward.touched)
         recorded.clear()
+        for replay, state in interrupted:
+            vars(replay).update(state)
         _current.reset(token)
-        RouterReplay.router_instances = outer
+        RouterReplay.router_instances = outer_list
+
+
+def _reset(replays: Iterable[Any]) -> None:
+    for replay in replays:
+        replay.clear_indices()
+        replay.clear_router_replay_action()
 
 
 def _forward_of(chunks: Sequence[Any], config: Any, recording: bool) -> _Forward:
-    found = tuple(tuple(sorted(_routers(chunk), key=lambda router: router.layer_number)) for chunk in chunks)
-    forward = _Forward(found, recording, config.num_moe_experts > UINT8_EXPERTS)
+    found = tuple(tuple(sorted(routers_of(chunk), key=lambda router: router.layer_number)) for chunk in chunks)
+    modules = (module for chunk in chunks for module in chunk.modules())
+    touched = tuple(module.router_replay for module in modules if getattr(module, "router_replay", None) is not None)
+    forward = _Forward(found, touched, recording, config.num_moe_experts > UINT8_EXPERTS)
     refuse_duplicates([router.layer_number for router in forward.routers], "the model that is being forwarded")
     return forward
 
 
-def _routers(chunk: Any) -> Iterator[_Router]:
-    """The routers of the decoder. Those of multi-token prediction, its sibling, use the decoder's layer numbers."""
-    from verl.utils.megatron.router_replay_patch import RouterReplay
+def routers_of(chunk: Any) -> Iterator[_Router]:
+    """The routers of the decoder. Those of multi-token prediction, its sibling, use the decoder's layer numbers.
 
-    decoders = [module.decoder for module in chunk.modules() if getattr(module, "decoder", None) is not None] or [chunk]
-    seen = set()
-    for module in (module for decoder in decoders for module in decoder.modules()):
-        replay = getattr(module, "router_replay", None)
-        if isinstance(replay, RouterReplay) and module.layer_number is not None and id(replay) not in seen:
-            seen.add(id(replay))
-            yield _Router(module.layer_number, replay)
+    Raises:
+        RoutesError: a router was built without router replay, so it can neither record nor replay.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    decoders = [module.decoder for module in chunk.modules() if getattr(module, "decoder", None) is not None]
+    modules = {id(module): module for decoder in decoders or [chunk] for module in decoder.modules()}
+    for module in modules.values():
+        if isinstance(module, TopKRouter) and module.layer_number is not None:
+            if getattr(module, "router_replay", None) is None:
+                raise RoutesError(
+                    f"r2-replay: the router of layer {module.layer_number} was built without router replay, so its "
+                    f"routes would be missing. {WAY_OUT}"
+                )
+            yield _Router(module.layer_number, module.router_replay)
 
 
 def forward_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -134,61 +154,71 @@ def forward_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     call = Call(original, ("self", "data", "loss_function", "forward_only"), args, kwargs)
     engine, data = call["self"], call["data"]
     mode = engine.engine_config.router_replay.mode
-    asked = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
-    if not asked or mode == "disabled" or not engine.tf_config.num_moe_experts:
-        with _forwarding(_OFF, []):
-            return call()
-    _refuse_broken_engine()
-    recording = mode == "R2" and bool(call.get("forward_only"))
-    if not recording:
-        tokens = data["input_ids"] if mode == "R2" else None  # R3's may lack the last token's
-        refuse_incomplete(data.get("routed_experts", None), tokens, engine.tf_config)
-    with _forwarding(_forward_of(engine.module, engine.tf_config, recording), engine.mini_layer_topk_idx_list):
-        return call()
-
-
-def _refuse_broken_engine() -> None:
-    from verl.utils.megatron import router_replay_utils
-
-    if hasattr(router_replay_utils, "preprocess_thd_no_padding"):
-        raise UnsupportedSettingError(
-            "r2-replay: router replay cannot work with the Megatron engine of verl 0.7.1: it unpacks two values of "
-            "preprocess_thd_no_padding(), which returns three. Way out: the legacy workers "
-            "(trainer.use_legacy_worker_impl=auto), or router_replay.mode=disabled, or verl 0.8.0 or later."
-        )
+    if not tu.get_non_tensor_data(data, key="enable_routing_replay", default=False):
+        mode = "disabled"
+    elif mode != "disabled":
+        refuse_broken_engine()
+    tokens = data["input_ids"] if mode == "R2" else None  # R3's routes may lack the last token's
+    routes = data.get("routed_experts", None)
+    forward_only = call.get("forward_only")
+    return _run(call, mode, forward_only=forward_only, model=engine, given=(routes, tokens), collector=engine)
 
 
 def record_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``ActorRolloutRefWorker.compute_log_prob(self, data)`` of the legacy workers."""
-    return _forward_worker(original, args, kwargs, recorded_by="R2")
+    return _run_worker(Call(original, ("self", "data"), args, kwargs), forward_only=True)
 
 
 def update_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``ActorRolloutRefWorker.update_actor(self, data)`` of the legacy workers."""
-    return _forward_worker(original, args, kwargs, recorded_by=None)
+    return _run_worker(Call(original, ("self", "data"), args, kwargs), forward_only=False)
 
 
-def _forward_worker(
-    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded_by: str | None
-) -> Any:
-    call = Call(original, ("self", "data"), args, kwargs)
-    worker, batch = call["self"], call["data"].batch
-    config = worker.tf_config
-    if not worker.enable_routing_replay or not config.num_moe_experts:
-        with _forwarding(_OFF, []):
+def _run_worker(call: Call, forward_only: bool) -> Any:
+    worker = call["self"]
+    mode = worker.config.actor.router_replay.mode if worker.enable_routing_replay else "disabled"
+    batch = getattr(call["data"], "batch", None)  # with a transfer queue the rows arrive later
+    given = None if batch is None else (batch.get("routed_experts", None), batch["input_ids"])
+    collector = worker.actor if mode != "disabled" else None
+    return _run(call, mode, forward_only=forward_only, model=worker, given=given, collector=collector)
+
+
+def _run(call: Call, mode: str, *, forward_only: Any, model: Any, given: Any, collector: Any) -> Any:
+    """One pass of a model.
+
+    Args:
+        call: the pass.
+        mode: of router replay, for this batch.
+        forward_only: R2 records in such a pass.
+        model: has Megatron's ``tf_config``, and the model chunks as ``module`` or ``actor_module``.
+        given: ``routed_experts`` and ``input_ids`` of the batch, None where they are not known yet.
+        collector: has verl's list of the routes of the micro-batches.
+    """
+    config = model.tf_config
+    if mode == "disabled" or not config.num_moe_experts:
+        with _forwarding(_Forward(), []):
             return call()
-    recording = worker.config.actor.router_replay.mode == recorded_by
-    if not recording:
-        refuse_incomplete(batch.get("routed_experts", None), batch["input_ids"], config)
-    forward = _forward_of(worker.actor_module, config, recording)
-    with _forwarding(forward, worker.actor.mini_layer_topk_idx_list):
+    recording = mode == "R2" and bool(forward_only)
+    if not recording and given is not None:
+        routes, tokens = given
+        refuse_incomplete(routes, tokens, config)
+    chunks = model.actor_module if hasattr(model, "actor_module") else model.module
+    with _forwarding(_forward_of(chunks, config, recording), collector.mini_layer_topk_idx_list):
         return call()
 
 
 def leave_reference(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``ActorRolloutRefWorker.compute_ref_log_prob(self, data)``; with LoRA it calls ``compute_log_prob``."""
-    with _forwarding(_OFF, []):
-        return original(*args, **kwargs)
+    """Around ``ActorRolloutRefWorker.compute_ref_log_prob(self, data)``.
+
+    With LoRA it is the actor's ``compute_log_prob``, which records; the trainer would compare these routes with the
+    actor's and stop where the adapter makes a difference.
+    """
+    with _forwarding(_Forward(), []):
+        result = original(*args, **kwargs)
+    batch = getattr(result, "batch", None)
+    if batch is not None:
+        batch.pop("routed_experts", None)
+    return result
 
 
 def own_routers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -281,8 +311,15 @@ def replay_by_layer_number(original: Callable[..., Any], *args: Any, **kwargs: A
     return call(layers_topk_idx=select_layers(routes, [0] * stage["start"] + rows))
 
 
+def decoder_routers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``iter_model_routers(model)`` of verl 0.9: in a vision model it takes MTP's routers for the decoder's."""
+    model = Call(original, ("model",), args, kwargs)["model"]
+    for chunk in model if isinstance(model, (list, tuple)) else [model]:
+        yield from routers_of(chunk)
+
+
 def _forwards(function: Function, source: Source) -> Verdict:
-    if not mentions(function, "enable_routing_replay"):
+    if not source.says(_ENGINE, "RouterReplay"):
         return Verdict.ABSENT
     if not mentions(function, "set_global_router_replay_action"):
         return Verdict.DRIFTED
@@ -296,7 +333,7 @@ def _takes_model(function: Function) -> bool:
 
 
 def _lists_routers(function: Function, source: Source) -> Verdict:
-    if any(isinstance(node, ast.Raise) for node in ast.walk(function)):
+    if mentions(function, "num_layers"):  # to see whether the list covers this model and nothing else
         return Verdict.FIXED
     return Verdict.BUGGY if mentions(function, "router_instances") else Verdict.DRIFTED
 
@@ -315,15 +352,26 @@ def _sets_targets(function: Function, source: Source) -> Verdict:
 
 
 def _gathers(function: Function, source: Source) -> Verdict:
+    gathers = len(list(method_calls(function, "all_gather")))  # a second one tells how many layers each stage has
     if mentions(function, "int16"):
-        return Verdict.FIXED
-    return Verdict.BUGGY if mentions(function, "all_gather") else Verdict.DRIFTED
+        return Verdict.FIXED if gathers > 1 else Verdict.DRIFTED
+    return Verdict.BUGGY if gathers == 1 else Verdict.DRIFTED
+
+
+def _walks_model(function: Function, source: Source) -> Verdict:
+    known = mentions(function, "decoder") and mentions(function, "layer_number")
+    return Verdict.BUGGY if known and not mentions(function, "language_model") else Verdict.DRIFTED
+
+
+def _has_model_walk(source: Source) -> bool:
+    return source.function(_UTILS, "iter_model_routers") is not None
 
 
 def _of_worker(name: str) -> Callable[[Function, Source], Verdict]:
     return lambda function, source: Verdict.BUGGY if mentions(function, name) else Verdict.DRIFTED
 
 
+_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 _UTILS = "verl.utils.megatron.router_replay_utils"
 _WORKERS = "verl.workers.megatron_workers"
 
@@ -353,7 +401,7 @@ PATCH = Patch(
     stacks_on=("per-token-loss",),
     targets=(
         Target(
-            module="verl.workers.engine.megatron.transformer_impl",
+            module=_ENGINE,
             qualname="MegatronEngine.forward_backward_batch",
             wrapper=forward_engine,
             question=_forwards,
@@ -424,6 +472,15 @@ PATCH = Patch(
                 "4cdbecf6309acb33": Verdict.BUGGY,  # 0.9.0
                 "1e90c83bb7116cad": Verdict.FIXED,  # 0.9.1
             },
+        ),
+        Target(
+            module=_UTILS,
+            qualname="iter_model_routers",
+            wrapper=decoder_routers,
+            question=_walks_model,
+            exists=_has_model_walk,
+            known={"46b66d174b5e827e": Verdict.BUGGY},  # 0.9.0, 0.9.1
+            absent="this release finds routers by their position only",
         ),
         Target(
             module=_WORKERS,
