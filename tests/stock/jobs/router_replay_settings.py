@@ -11,12 +11,7 @@ import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-import verl_fixes
-from verl_fixes.activation import Activation
-from verl_fixes.patch import Patch
-from verl_fixes.router_replay_settings import TARGETS
-
-verl_fixes.deactivate()
+from tests.stock.jobs.phases import phases
 
 ROOT = Path(verl.__file__).parent
 BYPASS = "algorithm.rollout_correction.bypass_mode"
@@ -24,7 +19,6 @@ BATCHES = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
 )
-PATCH = Patch("r2-replay", "-", "-", "-", "-", ("https://github.com/verl-project/verl/pull/7805",), "-", TARGETS)
 
 
 def composed(name: str, *overrides: str, folder: str = "trainer/config") -> DictConfig:
@@ -108,9 +102,4 @@ def answers() -> dict[str, dict[str, list[str]]]:
     def measure() -> dict[str, list[str]]:
         return {name: [validate(config), start(config)] for name, config in known.items()}
 
-    activation = Activation((PATCH,))
-    found = {"stock": measure()}
-    activation.activate()
-    found["fixed"] = measure()
-    activation.deactivate()
-    return {**found, "back": measure()}
+    return phases(measure)
