@@ -22,7 +22,7 @@ nox.options.sessions = ["lint", "unit", "stock"]
 
 HERE = Path(__file__).parent
 CACHE = HERE / ".nox"
-TEST_TOOLS = ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2"]
+TEST_TOOLS = ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3.6"]
 TORCH = "torch==2.13.0"
 """Installed first and alone: a range in another package must not fetch a second build of 3 GB."""
 
@@ -147,8 +147,8 @@ def unit(session: nox.Session) -> None:
     session.run("pytest", "tests/unit", *session.posargs)
 
 
-def run_tests(session: nox.Session, release: str, tests: list[str], core: str | None = None) -> None:
-    """pytest with a release of verl, and with another megatron-core than the environment's."""
+def run_tests(session: nox.Session, release: str, *runs: list[str], core: str | None = None) -> None:
+    """pytest, once for each list of arguments, with a release of verl, and with another megatron-core."""
     python = prepare(session, ENVIRONMENT_OF[release])
     folders = [fetch(session, python, core, "megatron-core")] if core else []
     path = {
@@ -156,14 +156,21 @@ def run_tests(session: nox.Session, release: str, tests: list[str], core: str | 
         "OMP_NUM_THREADS": "1",
         "VERL_GRADIENTS": str(CACHE / "gradients"),  # where releases leave theirs for each other
     }
-    session.run(str(python), "-m", "pytest", *(session.posargs or tests), env=path, external=True)
+    for arguments in [session.posargs] if session.posargs else runs:
+        session.run(str(python), "-m", "pytest", *arguments, env=path, external=True)
 
 
 @nox.session(venv_backend="none")
 @nox.parametrize("release", list(ENVIRONMENT_OF))
 def stock(session: nox.Session, release: str) -> None:
-    """What runs a real release of verl."""
-    run_tests(session, release, ["tests/tensors", "tests/stock", "tests/megatron", *RAY_TESTS.get(release, ())])
+    """What runs a real release of verl: two files at a time, then what starts several processes by itself."""
+    two_at_a_time = ["-n", "2", "--dist", "loadfile"]
+    run_tests(
+        session,
+        release,
+        [*two_at_a_time, "tests/tensors", "tests/stock"],
+        ["tests/megatron", *RAY_TESTS.get(release, ())],
+    )
 
 
 @nox.session(venv_backend="none")
@@ -192,7 +199,7 @@ def layouts(session: nox.Session, release: str) -> None:
 @nox.parametrize("core", MEGATRON_CORES)
 def megatron(session: nox.Session, core: str) -> None:
     """The Megatron tests with other releases of megatron-core. Not part of the default run."""
-    run_tests(session, NEWEST, ["tests/megatron"], core)
+    run_tests(session, NEWEST, ["tests/megatron"], core=core)
 
 
 @nox.session(venv_backend="none")

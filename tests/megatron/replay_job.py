@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -430,9 +431,15 @@ def refused(mine: Replayed, save: Save, other: Replayed) -> dict[str, Any]:
         finally:
             routers[1].layer_number = number
 
-    def silent() -> None:
+    def silent(after: int) -> None:
         replay = routers[0].router_replay
-        replay.record_indices = lambda indices: None
+        calls = itertools.count()
+
+        def forgetful(indices: Tensor) -> None:
+            if next(calls) < after:
+                type(replay).record_indices(replay, indices)
+
+        replay.record_indices = forgetful
         try:
             mine.record()
         finally:
@@ -452,7 +459,8 @@ def refused(mine: Replayed, save: Save, other: Replayed) -> dict[str, Any]:
         "another topk": lambda: mine.update(changed(lambda row: row[..., :1])),
         "shorter rows": lambda: mine.update(changed(lambda row: row[:-1])),
         "a layer number twice": duplicate,
-        "a router that is not called": silent,
+        "a router that is not called": lambda: silent(after=0),
+        "a router that is called in one micro-batch only": lambda: silent(after=1),
         "a router that was built without replay": without_replay,
         "as recorded": lambda: mine.update(routes),
     }
