@@ -10,6 +10,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -53,14 +54,19 @@ class Source:
         """Whether a module's source uses ``word``; False where it cannot be read."""
         file = self.file(module)
         try:
-            return file is not None and mentions(_parse(file, file.stat().st_mtime_ns), word)
+            if file is None or word.encode() not in file.read_bytes():
+                return False
+            return mentions(_parse(file, file.stat().st_mtime_ns), word)
         except (OSError, SyntaxError, ValueError):
             return False
 
     def function(self, module: str, qualname: str) -> Function | None:
         """The syntax tree of a function or method, or None when the release does not have it."""
         file = self.file(module)
-        return None if file is None else _find(_parse(file, file.stat().st_mtime_ns), qualname)
+        if file is None:
+            return None
+        name, _, _ = qualname.partition(".")
+        return _find(_definition(file, file.stat().st_mtime_ns, name), qualname)
 
 
 Question = Callable[[Function, Source], Verdict]
@@ -124,6 +130,22 @@ def _normalised(node: object) -> Iterator[str]:
 @functools.lru_cache(maxsize=64)
 def _parse(file: Path, mtime_ns: int) -> ast.Module:
     return ast.parse(file.read_bytes(), filename=str(file))
+
+
+@functools.lru_cache(maxsize=256)
+def _definition(file: Path, mtime_ns: int, name: str) -> ast.Module:
+    """The file as far as it defines ``name``: where that is one undecorated definition, only its lines are parsed."""
+    text, start = file.read_bytes(), rb"(?:async def|def|class)[ \t]+" + re.escape(name.encode()) + rb"\b"
+    found = re.findall(rb"(?m)^[ \t]*" + start, text)
+    if not found:
+        return ast.Module([], [])
+    alone = re.search(rb"(?ms)^" + start + rb".*?(?=^[^\s#)]|\Z)", text)
+    if alone is None or len(found) > 1 or text[: alone.start()].rstrip().rpartition(b"\n")[2].startswith((b"@", b")")):
+        return _parse(file, mtime_ns)
+    try:
+        return ast.parse(alone[0])
+    except (SyntaxError, ValueError):  # a string with lines of its own, or the file cannot be read at all
+        return _parse(file, mtime_ns)
 
 
 def _find(tree: ast.Module, qualname: str) -> Function | None:

@@ -94,12 +94,15 @@ def packing_multiple(engine: Any) -> int:
     return layout_multiple(fp8, zigzag=_zigzag(engine))
 
 
-def layout_multiple(fp8: str | None, zigzag: bool = True) -> int:
-    """TP, or 2 x TP x CP where each CP rank holds two chunks of a sequence; with fp8 a multiple of 16 as well."""
+def layout_multiple(fp8: str | None, zigzag: bool = True, local_cp_size: int | None = None) -> int:
+    """TP, or 2 x TP x CP where each CP rank holds two chunks of a sequence; with fp8 a multiple of 16 as well.
+
+    ``local_cp_size`` is that of the micro-batch, with dynamic context parallelism.
+    """
     from megatron.core import parallel_state as mpu
 
     tp_size: int = mpu.get_tensor_model_parallel_world_size()
-    cp_size: int = mpu.get_context_parallel_world_size()
+    cp_size: int = local_cp_size or mpu.get_context_parallel_world_size()
     multiple = tp_size * cp_size * (2 if cp_size > 1 and zigzag else 1)
     return math.lcm(16, multiple) if fp8 in ("e4m3", "hybrid") else multiple
 

@@ -52,6 +52,7 @@ class _Stack:
 
     def rebuild(self) -> None:
         """Set the attribute to what the layers make of it; without any, to the identical object from before."""
+        self._adopt()
         value = self.base
         for layer in self.layers:
             value = _bind_descriptor(layer.wrapper, value)
@@ -65,9 +66,9 @@ class _Stack:
                     raise InstallError("it did not stay in place when it was set")
         self.put = value
 
-    def adopt(self) -> None:
+    def _adopt(self) -> None:
         """Note where else a function of ours has got to: ``from x import f`` in a module that was imported after us."""
-        if self.spec is not None:
+        if self.spec is not None and self.put is not _MISSING:
             known = {(id(owner), name) for owner, name, _ in self.spots}
             since = [(owner, name) for owner, name in _names_of(self.put) if (id(owner), name) not in known]
             self.spots += tuple((owner, name, self.base) for owner, name in since)
@@ -135,7 +136,6 @@ def restore(patch_name: str, target: Target | None = None) -> None:
         for stack in affected:
             stack.refuse_if_covered()
         for stack in affected:
-            stack.adopt()
             _drop_layers(stack, patch_name, target)
             stack.rebuild()
         _forget_empty(patch_name, target)

@@ -53,7 +53,7 @@ def test_the_command_line_knows_it_beforehand_without_importing_verl(release: st
     assert status["verl"] == release
     assert bool(status["default_path"]) is (release < "0.8")
     assert {p["name"]: p["expected"] for p in status["patches"]} == {n: s[release] for n, s in EXPECTED.items()}
-    assert min(seconds) < 2  # with the interpreter's own start; the bar of 0.5 s is held in tests/unit
+    assert min(seconds) < 1  # with the interpreter's own start, on a machine that does something else as well
 
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"

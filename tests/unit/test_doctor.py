@@ -239,10 +239,11 @@ def test_a_name_that_has_only_the_inner_of_two_wrappers(toy: Toy, installed: Cal
     module = toy.write("functions", FUNCTIONS)
     functions = toy.load("functions")
     installed(make_patch(make_target(module, "f"), name="inner"), functions)
-    functions.kept = functions.f
+    functions.Base.kept = staticmethod(functions.f)
+    functions.also = functions.f  # a name in a module gets the outer one, too
     installed(make_patch(make_target(module, "f"), name="outer", stacks_on=("inner",)), functions)
-    assert (functions.f(1), functions.kept(1)) == (3, 2)
-    assert wrapping.early_bound() == [(f"{module}.kept", "outer")]
+    assert (functions.f(1), functions.also(1), functions.Base.kept(1)) == (3, 3, 2)
+    assert wrapping.early_bound() == [(f"{module}.Base.kept", "outer")]
 
 
 def test_an_heir_that_overrides_and_one_that_does_not(toy: Toy, installed: Callable[..., None]) -> None:

@@ -126,3 +126,41 @@ def test_words_and_roots() -> None:
     assert not mentions(function, "row")
     assert list(method_calls(function, "item")) == ["loss"]
     assert list(method_calls(function, "loss")) == ["self"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x):\n    return x\n\n\ny = 1\n",
+        "@decorated\ndef f(x):\n    return x\n",
+        "@decorated(\n    1,\n)\ndef f(x):\n    return x\n",
+        "async def f(x):\n    return x",
+        "def f(\n    x,\n):\n# a comment in the first column\n    return x\nclass C: ...\n",
+        "def f(x):\n    '''Words\nin the first column.\n'''\n    return x\ny = 1\n",
+        "def f(x):\n    return [\nx\n]\n",
+        "if True:\n    def f(x):\n        return x\n",
+        "try:\n    import y\nexcept ImportError:\n    def f(x):\n        return x\n",
+        "def f(x):\n    return 0\ndef f(x):\n    return x\n",
+        "class C:\n    def f(self): ...\ndef f(x):\n    return x\n",
+        "def ff(x): ...\ndef f(x):\n    return x\nclass f2: ...\n",
+        "\r\ndef f(x):\r\n    return x\r\ny = 1\r\n",
+    ],
+)
+def test_a_function_is_found_as_in_the_whole_file(toy: Toy, source: str) -> None:
+    toy.write("m", source)
+    found = locate(toy.name).function(f"{toy.name}.m", "f")  # type: ignore[union-attr]
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    expected = [node for node in functions if node.name == "f" and node.args.args[0].arg == "x"][-1]
+    assert found is not None
+    assert fingerprint(found) == fingerprint(expected)
+
+
+def test_a_function_that_is_not_defined_is_not_found(toy: Toy) -> None:
+    toy.write("m", "from x import f\ng = f\n# def f(x): ...\n")
+    assert locate(toy.name).function(f"{toy.name}.m", "f") is None  # type: ignore[union-attr]
+
+
+def test_a_file_that_cannot_be_read_is_an_error(toy: Toy) -> None:
+    toy.write("m", "def f(x):\n    return (\n\nclass C: ...\n")
+    with pytest.raises(SyntaxError):
+        locate(toy.name).function(f"{toy.name}.m", "f")  # type: ignore[union-attr]

@@ -48,19 +48,18 @@ def text_value(config: Any, name: str) -> Any:
 @contextmanager
 def text_hidden_size(config: Any) -> Iterator[None]:
     """Let ``config.hidden_size`` be the text branch's for a while."""
-    before = getattr(config, "hidden_size", None)
     size = text_value(config, "hidden_size")
-    if size == before:
+    if size == getattr(config, "hidden_size", None):
         yield
         return
+    attribute = getattr(config, "attribute_map", {}).get("hidden_size", "hidden_size")  # transformers writes to that
+    before = {name: value for name, value in vars(config).items() if name == attribute}
     config.hidden_size = size
     try:
         yield
     finally:
-        if before is None:
-            del config.hidden_size
-        else:
-            config.hidden_size = before
+        vars(config).pop(attribute, None)
+        vars(config).update(before)
 
 
 def find_rope_theta(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from verl_fixes.patch import Patch, Target
+from verl_fixes.patch import Patch, Target, Wrapper
 from verl_fixes.probe import Function, Source, Verdict, mentions
 
 _BASE = "verl.trainer.ppo.v1.trainer_base"
@@ -69,32 +69,20 @@ def _prompt_groups() -> int:
     return sum(bool(tag.get("is_prompt", False)) for tag in tags.values())
 
 
-def fill_colocated(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``PPOTrainerColocateAsync.on_train_begin(self)``."""
-    return _fill(self, "colocate_async", lambda: original(self, *args, **kwargs))
+def fill(mode: str, only_remainders: bool = False) -> Wrapper:
+    """Around ``on_train_begin(self)`` of the trainer that ``trainer.v1`` configures under ``mode``.
 
-
-def fill_separate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``PPOTrainerSeparateAsync.on_train_begin(self)``."""
-    return _fill(self, "separate_async", lambda: original(self, *args, **kwargs))
-
-
-def round_colocated(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``PPOTrainerColocateAsync.on_train_begin(self)`` of verl 0.9.1."""
-    return _fill(self, "colocate_async", lambda: original(self, *args, **kwargs), only_remainders=True)
-
-
-def round_separate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``PPOTrainerSeparateAsync.on_train_begin(self)`` of verl 0.9.1."""
-    return _fill(self, "separate_async", lambda: original(self, *args, **kwargs), only_remainders=True)
-
-
-def _fill(self: Any, mode: str, original: Callable[[], Any], only_remainders: bool = False) -> Any:
-    """Submit what is missing after a resume; everything else is left to the trainer's own warm-up.
-
-    Args:
-        only_remainders: leave it to the trainer as well where what is missing is a multiple of the generation batch.
+    ``only_remainders`` for verl 0.9.1, which submits what is missing where that is a multiple of the generation batch.
     """
+
+    def on_train_begin(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _fill(self, mode, lambda: original(self, *args, **kwargs), only_remainders)
+
+    return on_train_begin
+
+
+def _fill(self: Any, mode: str, original: Callable[[], Any], only_remainders: bool) -> Any:
+    """Submit what is missing after a resume; everything else is left to the trainer's own warm-up."""
     restored = getattr(self, _RESTORED, 0)
     if not restored or self.config.skip.rollout_tq.enable:
         return original()
@@ -179,16 +167,16 @@ PATCH = Patch(
         Target(
             module="verl.trainer.ppo.v1.trainer_colocate_async",
             qualname="PPOTrainerColocateAsync.on_train_begin",
-            wrapper=fill_colocated,
-            refine=round_colocated,
+            wrapper=fill("colocate_async"),
+            refine=fill("colocate_async", only_remainders=True),
             question=_warms_up,
             overrides=False,
         ),
         Target(
             module="verl.trainer.ppo.v1.trainer_separate_async",
             qualname="PPOTrainerSeparateAsync.on_train_begin",
-            wrapper=fill_separate,
-            refine=round_separate,
+            wrapper=fill("separate_async"),
+            refine=fill("separate_async", only_remainders=True),
             question=_warms_up,
             overrides=False,
         ),

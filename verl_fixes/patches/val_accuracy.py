@@ -82,6 +82,8 @@ class _Counting:
         return len(self.dataloader)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "dataloader":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self.dataloader, name)
 
     def _note(self, batch: Mapping[str, Any]) -> None:

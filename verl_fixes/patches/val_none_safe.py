@@ -7,7 +7,8 @@ and stops the run with ``TypeError: unsupported operand type(s) for +: 'NoneType
 
 What the wrapper does: where an info list contains None, the metrics are taken over the values that are there, as in
 verl 0.9.1. ``n`` in ``mean@n`` is their number. ``maj`` is left out for prompts of which a session has no ``pred``, or
-lacks the value that is voted about. Without None nothing changes.
+lacks the value that is voted about, also where stock let None vote as if it were an answer. Without None nothing
+changes.
 
 When it can go: with verl 0.9.1.
 Source: https://github.com/verl-project/verl/pull/7781
@@ -47,7 +48,8 @@ PATCH = Patch(
     ),
     does=(
         "Takes the validation metrics over the values that are there, as verl 0.9.1 does; n in mean@n is their "
-        "number. maj is left out for prompts of which a session lacks pred or the value. Without None nothing changes."
+        "number. maj is left out for prompts of which a session lacks pred or the value, also where stock let None "
+        "vote as if it were an answer. Without None nothing changes."
     ),
     removable="With verl 0.9.1.",
     upstream=("https://github.com/verl-project/verl/pull/7781",),

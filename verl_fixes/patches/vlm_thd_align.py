@@ -14,9 +14,10 @@ spoils a label of the row before it on every other release.
 What the wrappers do: before the model's forward, a hook pads ``input_ids`` with the pad token to the longest row of
 ``packed_seq_params``, on every pipeline stage, and ``attention_mask`` with False. Where the model would pack a row to
 another length, the mask covers the padding, too. Short rows are filled up before they are cut, empty ones left out of
-it. Padding comes after every token of its row: outputs and gradients of real tokens are the same. BSHD, text models and
-a mask that is None (verl on NPU) are left as they are, and so are the legacy workers of verl 0.7, whose rows are as
-long as ``max_prompt_length`` and ``max_response_length`` make them.
+it, for text models as well. Padding comes after every token of its row: outputs and gradients of real tokens are the
+same. With ``pad_to_length_bucket`` each row of the dense batch is as wide as the last one with its bucket. BSHD and a
+mask that is None (verl on NPU) are left as they are, and so are the legacy workers of verl 0.7, whose rows are as long
+as ``max_prompt_length`` and ``max_response_length`` make them.
 
 When it can go: with the first release that has verl#7948; 0.9.1 does not.
 Sources: https://github.com/verl-project/verl/pull/7702, https://github.com/verl-project/verl/pull/7948
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from verl_fixes.arguments import Call
 from verl_fixes.patch import Patch, Target
 from verl_fixes.probe import Function, Source, Verdict, mentions
+from verl_fixes.token_counts import layout_multiple
 
 if TYPE_CHECKING:
     import torch
@@ -85,14 +87,6 @@ def _padded_lengths(packed_seq_params: Any) -> list[int]:
     return lengths
 
 
-def _multiple(local_cp_size: int | None) -> int:
-    from megatron.core import parallel_state as mpu
-
-    tp_size: int = mpu.get_tensor_model_parallel_world_size()
-    cp_size: int = local_cp_size or mpu.get_context_parallel_world_size()
-    return tp_size * cp_size * (2 if cp_size > 1 else 1)
-
-
 @contextmanager
 def _rows_padded(model: Any, pad_token_id: int) -> Iterator[None]:
     """While it lasts, ``model``, wrapped in DDP and Float16Module or not, gets padded rows."""
@@ -106,7 +100,7 @@ def _rows_padded(model: Any, pad_token_id: int) -> Iterator[None]:
         padded = _padded_lengths(packed_seq_params)
         if len(padded) != len(ids):
             return None  # packed already
-        multiple = _multiple(getattr(packed_seq_params, "local_cp_size", None))
+        multiple = layout_multiple(None, local_cp_size=getattr(packed_seq_params, "local_cp_size", None))
         ids, mask = pad_rows(ids, kwargs.get("attention_mask"), padded, multiple, pad_token_id)
         return args, kwargs | ({"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask})
 
@@ -133,10 +127,9 @@ def pad_fused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward
 
     @functools.wraps(forward)
-    def padded_forward(*args: Any, **kwargs: Any) -> Any:
-        call = Call(forward, ("model", "input_ids"), args, kwargs)
-        with _rows_padded(call["model"], call["pad_token_id"]):
-            return call()
+    def padded_forward(model: Any, *args: Any, pad_token_id: int, **kwargs: Any) -> Any:
+        with _rows_padded(model, pad_token_id):
+            return forward(model, *args, pad_token_id=pad_token_id, **kwargs)
 
     return padded_forward
 
@@ -151,8 +144,9 @@ def fill_short_rows(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     import torch
 
     call = Call(original, _PACK, args, kwargs)
-    multiple = _multiple(call.get("local_cp_size"))
-    if not call["pre_process"] or multiple == _multiple(1) or call.get("cp_layout", "zigzag") != "zigzag":
+    multiple = layout_multiple(None, local_cp_size=call.get("local_cp_size"))
+    without_cp = layout_multiple(None, local_cp_size=1)
+    if not call["pre_process"] or multiple == without_cp or call.get("cp_layout", "zigzag") != "zigzag":
         return call()
     packed_seq_params = call(pre_process=False)[1]
     given = list(zip(call["input_ids"].unbind(), _padded_lengths(packed_seq_params), strict=True))
@@ -173,6 +167,11 @@ def _filled(row: torch.Tensor, length: int) -> torch.Tensor:
 
 def _has(module: str, name: str) -> Callable[[Source], bool]:
     return lambda source: source.function(module, name) is not None
+
+
+def _newer(module: str, name: str, older: str) -> Callable[[Source], bool]:
+    """The name since 0.8.0. A release that has neither has renamed it again."""
+    return lambda source: source.function(module, name) is not None or source.function(module, older) is None
 
 
 def _pads_rows(function: Function, source: Source) -> Verdict:
@@ -239,8 +238,8 @@ PATCH = Patch(
     ),
     does=(
         "Pads input_ids and attention_mask of the vision path to the row lengths of packed_seq_params, in a forward "
-        "hook on the model that lasts for one call, and fills short rows before context parallelism cuts them. "
-        "BSHD, text models and an absent mask stay as they are."
+        "hook on the model that lasts for one call, and fills short rows before context parallelism cuts them, those "
+        "of text models as well. BSHD and an absent mask stay as they are."
     ),
     removable="With the first release that has verl#7948; 0.9.1 does not.",
     upstream=(
@@ -260,7 +259,7 @@ PATCH = Patch(
         Target(
             module=_PLAIN,
             qualname="gptmodel_forward_model_engine",
-            exists=lambda source: not _has(_PLAIN, "gptmodel_forward_no_padding")(source),
+            exists=_newer(_PLAIN, "gptmodel_forward_model_engine", "gptmodel_forward_no_padding"),
             wrapper=pad_plain,
             question=_pads_rows,
         ),
@@ -274,7 +273,10 @@ PATCH = Patch(
         Target(
             module=_FUSED,
             qualname="fused_forward_model_engine",
-            exists=lambda source: not _has(_PLAIN, "gptmodel_forward_no_padding")(source),
+            exists=lambda source: (  # 0.7.0 has no fused engine path at all
+                _has(_FUSED, "fused_forward_model_engine")(source)
+                or not _has(_PLAIN, "gptmodel_forward_no_padding")(source)
+            ),
             wrapper=pad_fused,
             question=_pads_rows,
         ),
@@ -292,7 +294,7 @@ PATCH = Patch(
         Target(
             module=_UTIL,
             qualname="preprocess_thd_engine",
-            exists=lambda source: not _has(_UTIL, "preprocess_thd_no_padding")(source),
+            exists=_newer(_UTIL, "preprocess_thd_engine", "preprocess_thd_no_padding"),
             wrapper=fill_short_rows,
             question=_fills_rows,
             known={
