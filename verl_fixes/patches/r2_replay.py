@@ -259,10 +259,10 @@ def merge_own_routes(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         raise RoutesError(f"r2-replay: the routers of layers {silent} recorded no routes. {WAY_OUT}")
     if forward.wide:
         for router in routers:
-            router.replay.record_indices(as_bytes(router.replay.recorded_topk_idx))
+            router.replay.recorded_topk_idx = as_bytes(router.replay.recorded_topk_idx)
     result = call()
     for router in routers:
-        router.replay.record_indices(None)  # of this micro-batch; the next must bring its own
+        router.replay.recorded_topk_idx = None  # of this micro-batch; the next must bring its own
     return result
 
 
