@@ -156,12 +156,13 @@ def forward_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     mode = engine.engine_config.router_replay.mode
     if not tu.get_non_tensor_data(data, key="enable_routing_replay", default=False):
         mode = "disabled"
-    elif mode != "disabled":
+    given = None
+    if mode != "disabled":
         refuse_broken_engine()
-    tokens = data["input_ids"] if mode == "R2" else None  # R3's routes may lack the last token's
-    routes = data.get("routed_experts", None)
+        tokens = data["input_ids"] if mode == "R2" else None  # R3's routes may lack the last token's
+        given = data.get("routed_experts", None), tokens
     forward_only = call.get("forward_only")
-    return _run(call, mode, forward_only=forward_only, model=engine, given=(routes, tokens), collector=engine)
+    return _run(call, mode, forward_only=forward_only, model=engine, given=given, collector=engine)
 
 
 def record_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -175,12 +176,12 @@ def update_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _run_worker(call: Call, forward_only: bool) -> Any:
-    worker = call["self"]
-    mode = worker.config.actor.router_replay.mode if worker.enable_routing_replay else "disabled"
-    batch = getattr(call["data"], "batch", None)  # with a transfer queue the rows arrive later
-    given = None if batch is None else (batch.get("routed_experts", None), batch["input_ids"])
-    collector = worker.actor if mode != "disabled" else None
-    return _run(call, mode, forward_only=forward_only, model=worker, given=given, collector=collector)
+    worker, given, mode = call["self"], None, "disabled"
+    if worker.enable_routing_replay:
+        mode = worker.config.actor.router_replay.mode
+        batch = getattr(call["data"], "batch", None)  # with a transfer queue the rows arrive later
+        given = None if batch is None else (batch.get("routed_experts", None), batch["input_ids"])
+    return _run(call, mode, forward_only=forward_only, model=worker, given=given, collector=worker.actor)
 
 
 def _run(call: Call, mode: str, *, forward_only: Any, model: Any, given: Any, collector: Any) -> Any:
@@ -313,9 +314,13 @@ def replay_by_layer_number(original: Callable[..., Any], *args: Any, **kwargs: A
 
 def decoder_routers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``iter_model_routers(model)`` of verl 0.9: in a vision model it takes MTP's routers for the decoder's."""
-    model = Call(original, ("model",), args, kwargs)["model"]
-    for chunk in model if isinstance(model, (list, tuple)) else [model]:
-        yield from routers_of(chunk)
+    forward = _current.get()
+    if forward is None:
+        yield from original(*args, **kwargs)
+    elif forward.chunks:
+        model = Call(original, ("model",), args, kwargs)["model"]
+        for chunk in model if isinstance(model, (list, tuple)) else [model]:
+            yield from routers_of(chunk)
 
 
 def _forwards(function: Function, source: Source) -> Verdict:
