@@ -365,7 +365,7 @@ def _gathers(function: Function, source: Source) -> Verdict:
 
 def _walks_model(function: Function, source: Source) -> Verdict:
     known = mentions(function, "decoder") and mentions(function, "layer_number")
-    return Verdict.BUGGY if known and not mentions(function, "language_model") else Verdict.DRIFTED
+    return Verdict.INCOMPLETE if known and not mentions(function, "language_model") else Verdict.DRIFTED
 
 
 def _has_model_walk(source: Source) -> bool:
@@ -484,7 +484,7 @@ PATCH = Patch(
             wrapper=decoder_routers,
             question=_walks_model,
             exists=_has_model_walk,
-            known={"46b66d174b5e827e": Verdict.BUGGY},  # 0.9.0, 0.9.1
+            known={"46b66d174b5e827e": Verdict.INCOMPLETE},  # 0.9.0, 0.9.1
             absent="this release finds routers by their position only",
         ),
         Target(
