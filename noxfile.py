@@ -69,7 +69,7 @@ NEW = Environment(
     ("numpy>=2", "transformers>=5.9,<5.11", "TransferQueue==0.1.11", "msgspec", "pyzmq", "nvtx", *COMMON),
     ("0.9.0", "0.9.1"),
 )
-RAY_TESTS = dict.fromkeys(("0.8.0", "0.9.1"), ("tests/ray",))
+RAY_TESTS = dict.fromkeys(("0.8.0", "0.9.1"), (["tests/ray"],))
 """Four minutes each: one release without verl's plugin loader and one with it. The others have their own session."""
 
 MEGATRON_CORES = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
@@ -163,14 +163,9 @@ def run_tests(session: nox.Session, release: str, *runs: list[str], core: str | 
 @nox.session(venv_backend="none")
 @nox.parametrize("release", list(ENVIRONMENT_OF))
 def stock(session: nox.Session, release: str) -> None:
-    """What runs a real release of verl: two files at a time, then what starts several processes by itself."""
-    two_at_a_time = ["-n", "2", "--dist", "loadfile"]
-    run_tests(
-        session,
-        release,
-        [*two_at_a_time, "tests/tensors", "tests/stock"],
-        ["tests/megatron", *RAY_TESTS.get(release, ())],
-    )
+    """What runs a real release of verl: two files at a time, clusters one by one."""
+    two_at_a_time = ["-n", "2", "--dist", "loadfile", "tests/tensors", "tests/stock", "tests/megatron"]
+    run_tests(session, release, two_at_a_time, *RAY_TESTS.get(release, ()))
 
 
 @nox.session(venv_backend="none")
